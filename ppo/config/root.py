@@ -1,0 +1,73 @@
+"""The whole configuration as one frozen object, with what follows from it.
+
+Owns the accessors that need more than one section. Must not know how files are read or checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppo.config.fields import Section
+from ppo.config.sections import (
+    AlgorithmConfig,
+    CheckConfig,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
+from ppo.config.training import ActorConfig, CriticConfig, RefConfig
+
+if TYPE_CHECKING:
+    from sharding.mesh import ParallelDims
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Section):
+    """One section for each part of the program. Build it with `ppo.config.load_config`."""
+
+    check: CheckConfig = field(default_factory=CheckConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig
+    model: ModelConfig
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    @property
+    def critic_enabled(self) -> bool:
+        """Whether a value model is trained: only GAE uses one."""
+        return self.algorithm.adv_estimator == "gae" and self.critic.enable is not False
+
+    @property
+    def ref_enabled(self) -> bool:
+        """Whether a frozen reference is loaded: for KL in the reward or in the loss."""
+        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder."""
+        if self.trainer.default_local_dir is not None:
+            return Path(self.trainer.default_local_dir)
+        experiment = self.trainer.experiment_name or "default"
+        return Path("runs") / self.trainer.project_name / experiment
+
+    def dims(self, world_size: int, ranks_per_node: int) -> ParallelDims:
+        """The degrees of both meshes for this world (ranks); they may have problems()."""
+        from sharding.mesh import ParallelDims  # it imports torch, which the loader does without
+
+        return ParallelDims(
+            world_size=world_size,
+            ranks_per_node=ranks_per_node,
+            fsdp_size=self.actor.fsdp.fsdp_size,
+            sp=self.actor.ulysses_sequence_parallel_size,
+            rollout_tp=self.rollout.tensor_model_parallel_size,
+        )
