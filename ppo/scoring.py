@@ -1,0 +1,204 @@
+"""Forward-only passes over the rollout batch, and the rewards of its samples.
+
+Owns how a batch is run through a model without gradients and how results come back to every rank.
+Knows no loss and no optimizer; the order of the steps is train_ppo.py's alone.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ppo.batch import Budget, MicroBatch, RolloutBatch, make_micro_batch, partition
+from ppo.metrics import Metrics
+from ppo.rewards.pool import RewardPool, RewardRequest
+from ppo.run import Run
+from sharding.mesh import Mesh
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batcher:
+    """Cuts sequences into this rank's micro-batches under one budget.
+
+    packed: one row without padding (`model.use_remove_padding`), else right-padded rows.
+    """
+
+    mesh: Mesh
+    budget: Budget
+    packed: bool
+    pad_id: int
+
+    def plan(self, batch: RolloutBatch, indices: Sequence[int]) -> list[list[int]]:
+        """Sequences of each of this rank's micro-batches; every rank has equally many.
+
+        Samples without a token that counts are left out.
+        """
+        counting = batch.response_mask.any(-1)
+        kept = [i for i in indices if counting[i]]
+        return partition(batch.lengths, kept, self.budget)[self.mesh.dp_rank]
+
+    def make(self, batch: RolloutBatch, indices: Sequence[int]) -> MicroBatch:
+        """Tensors of one micro-batch, on the device."""
+        return make_micro_batch(
+            batch,
+            indices,
+            device=self.mesh.device,
+            packed=self.packed,
+            sp=self.mesh.dims.sp,
+            sp_rank=self.mesh.sp_rank,
+            pad_id=self.pad_id,
+        )
+
+
+@torch.no_grad()
+def _forward_all(
+    module: nn.Module,
+    batch: RolloutBatch,
+    parts: Sequence[Sequence[int]],
+    batcher: Batcher,
+    run: Run,
+    score: Callable[[nn.Module, MicroBatch], tuple[Tensor, ...]],
+) -> list[Tensor]:
+    """Run every part of the batch through the module; [B, T] host tensors, whole on every rank.
+
+    A stop request ends the pass: it is made again after the restart.
+    """
+    outputs: list[Tensor] = []
+    module.eval()
+    for part in parts:
+        for indices in batcher.plan(batch, part):
+            if run.should_stop():
+                run.raise_stop()
+            micro = batcher.make(batch, indices)
+            scored = score(module, micro)
+            if not outputs:
+                shape = batch.response_mask.shape
+                outputs = [torch.zeros(shape, device=batcher.mesh.device) for _ in scored]
+            where = (micro.rows.to(batcher.mesh.device), micro.cols.to(batcher.mesh.device))
+            for output, value in zip(outputs, scored, strict=True):
+                output[where] = value
+    for output in outputs:
+        dist.all_reduce(output)  # every entry is set by exactly one rank, the others add zero
+    return [output.cpu() for output in outputs]
+
+
+def response_logprobs(
+    module: nn.Module,
+    batch: RolloutBatch,
+    parts: Sequence[Sequence[int]],
+    *,
+    batcher: Batcher,
+    run: Run,
+    temperature: float,
+    metrics: Metrics | None = None,
+) -> Tensor:
+    """Log-probabilities of the response tokens, [B, T] float32 on the host of every rank.
+
+    Args:
+        parts: index lists; each is laid out by itself (the update's mini-batches, so that the
+            first ratio is exactly 1, or one part with everything).
+        metrics: given, actor/entropy is added to it.
+    """
+
+    def score(module: nn.Module, micro: MicroBatch) -> tuple[Tensor, ...]:
+        scores = module(
+            **micro.inputs,
+            labels=micro.labels,
+            temperature=temperature,
+            with_entropy=metrics is not None,
+        )
+        if metrics is not None:
+            metrics.add("actor/entropy", scores.entropy.sum(), micro.labels.numel())
+        return (scores.logprobs,)
+
+    return _forward_all(module, batch, parts, batcher, run, score)[0]
+
+
+def response_values(
+    module: nn.Module, batch: RolloutBatch, *, batcher: Batcher, run: Run
+) -> Tensor:
+    """Values of the states before each response token, [B, T] float32 on the host of every rank."""
+    everything = list(range(len(batch.prompts)))
+    return _forward_all(
+        module, batch, [everything], batcher, run, lambda m, micro: (m(**micro.inputs),)
+    )[0]
+
+
+def score_samples(
+    batch: RolloutBatch,
+    texts: Sequence[str],
+    *,
+    pool: RewardPool | None,
+    run: Run,
+    max_failed_fraction: float,
+    metrics: Metrics,
+) -> None:
+    """Fill batch.scores and mask out samples whose reward failed.
+
+    Every node scores its share: the pool lives on local rank 0 (None elsewhere). Raises
+    RuntimeError on all ranks when more than `max_failed_fraction` of the samples failed.
+    """
+    mesh = run.mesh
+    share = range(mesh.node_rank, len(texts), mesh.dims.nodes) if pool else range(0)
+    requests = [_request(batch, texts, i) for i in share]
+    results: dict[int, object] = {}
+
+    def work() -> Iterator[None]:
+        if pool is None:
+            return
+        job = pool.submit(requests)
+        while not job.poll(0.5):
+            yield
+        results.update(zip(share, job.results, strict=True))
+
+    run.drive(work())
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, results, group=mesh.host_group)
+    merged = {index: result for part in gathered for index, result in part.items()}
+    failures = {i: r for i, r in merged.items() if r.failed}
+    for index, result in merged.items():
+        if result.failed:
+            batch.failed[index] = True
+            batch.response_mask[index] = False
+        else:
+            batch.scores[index] = result.score
+            for name, value in result.extra.items():
+                metrics.add(f"reward/{name}", value, 1)
+    metrics.set("reward/failed", sum(r.failed != "timeout" for r in failures.values()))
+    metrics.set("reward/timeout", sum(r.failed == "timeout" for r in failures.values()))
+    _report_failures(failures, len(texts), max_failed_fraction)
+
+
+def _request(batch: RolloutBatch, texts: Sequence[str], index: int) -> RewardRequest:
+    prompt = batch.prompts[index]
+    return RewardRequest(
+        data_source=prompt.data_source,
+        solution_str=texts[index],
+        ground_truth=prompt.ground_truth,
+        extra_info=prompt.extra_info,
+        prompt=prompt.messages,
+    )
+
+
+def _report_failures(failures: dict, total: int, max_failed_fraction: float) -> None:
+    if not failures:
+        return
+    index, first = next(iter(sorted(failures.items())))
+    logger.warning(
+        "the reward of %d of %d samples failed; sample %d (%s):\n%s",
+        len(failures),
+        total,
+        index,
+        first.failed,
+        first.traceback,
+    )
+    if len(failures) > max_failed_fraction * total:
+        raise RuntimeError(
+            f"the reward failed for {len(failures)} of {total} samples, more than "
+            f"reward.max_failed_fraction = {max_failed_fraction}; first: {first.traceback}"
+        )

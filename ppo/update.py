@@ -1,0 +1,202 @@
+"""The two updates: mini-batches, micro-batches, losses, one optimizer step per mini-batch.
+
+Divide once: token weights come from the mini-batch's global mask, so that gradients do not depend
+on micro-batching, packing, the number of ranks or sp. Every rank runs the same number of forward
+and backward passes in the same order.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppo.batch import MicroBatch, RolloutBatch, mini_batches
+from ppo.config import ActorConfig, Config
+from ppo.kl import kl_estimate
+from ppo.learner import Learner
+from ppo.losses import policy_loss, token_weights, value_loss
+from ppo.metrics import Metrics
+from ppo.scoring import Batcher
+
+
+class Part(NamedTuple):
+    """One micro-batch of a mini-batch on this rank."""
+
+    micro: MicroBatch
+    weights: Tensor  # [K] of each token in the mini-batch's loss, times D
+    world_size: int  # D, the ranks that FSDP averages gradients over
+    share: float  # this part of 1 over all ranks and micro-batches of the mini-batch
+
+    def log_loss(self, metrics: Metrics, name: str, loss: Tensor) -> None:
+        """Add a mini-batch loss, so that its mean over mini-batches is reported."""
+        metrics.add(name, loss.detach() / self.world_size, self.share)
+
+
+def epoch_mini_batches(
+    batch: RolloutBatch, section: ActorConfig, *, seed: int, step: int, epoch: int = 0
+) -> list[list[int]]:
+    """Index lists of the mini-batches of one PPO epoch; order fixed, or shuffled by the seed."""
+    shuffle_seed = seed + 1_000_003 * step + epoch if section.shuffle else None
+    parts = mini_batches(
+        batch.group_ids, num_prompts=section.ppo_mini_batch_size, seed=shuffle_seed
+    )
+    return [part.tolist() for part in parts]
+
+
+def _parts(
+    learner: Learner,
+    batch: RolloutBatch,
+    indices: Sequence[int],
+    *,
+    mode: str,
+    scale: float,
+    batcher: Batcher,
+    metrics: Metrics,
+) -> Iterator[Part]:
+    """This rank's micro-batches of one mini-batch, weighted by the mini-batch's global mask."""
+    world_size = batcher.mesh.dims.world_size
+    mask = torch.zeros_like(batch.response_mask)  # [B, T]
+    mask[indices] = batch.response_mask[indices]
+    weights = token_weights(
+        mask,
+        mode=mode,
+        num_tokens=max(1, int(mask.sum())),
+        num_seqs=max(1, int(mask.any(-1).sum())),
+        dp_size=world_size,
+        scale=scale,
+    )
+    plan = batcher.plan(batch, indices)
+    for number, sequences in enumerate(plan, start=1):
+        micro = batcher.make(batch, sequences)
+        total = micro.num_tokens + micro.num_padding
+        metrics.add("perf/padding_waste", micro.num_padding, total)
+        if batcher.mesh.dims.dp_replicate > 1:  # replicas are summed with the last one only
+            learner.module.set_requires_all_reduce(number == len(plan))  # pyright: ignore
+        yield Part(micro, micro.take(weights), world_size, 1.0 / (len(plan) * world_size))
+
+
+def update_actor(
+    actor: Learner,
+    batch: RolloutBatch,
+    *,
+    config: Config,
+    batcher: Batcher,
+    metrics: Metrics,
+    step: int,
+) -> None:
+    """PPO's clipped policy update (arXiv 1707.06347, eq. 7) over all epochs and mini-batches."""
+    section = config.actor
+    metrics.set("actor/lr", actor.set_lr(step))
+    with actor.on_device(optimizer=True):
+        for epoch in range(section.ppo_epochs):
+            for indices in epoch_mini_batches(
+                batch, section, seed=config.trainer.seed, step=step, epoch=epoch
+            ):
+                for part in _parts(
+                    actor,
+                    batch,
+                    indices,
+                    mode=section.loss_agg_mode,
+                    scale=config.data.max_response_length,
+                    batcher=batcher,
+                    metrics=metrics,
+                ):
+                    _policy_objective(actor, batch, part, config, metrics).backward()
+                metrics.add("actor/grad_norm", actor.step(), 1)
+
+
+def _policy_objective(
+    actor: Learner, batch: RolloutBatch, part: Part, config: Config, metrics: Metrics
+) -> Tensor:
+    """agg(L w) - entropy_coeff agg(H) + kl_loss_coef agg(KL) of one micro-batch, a scalar."""
+    section, micro, count = config.actor, part.micro, part.micro.labels.numel()
+    scores = actor.module(
+        **micro.inputs,
+        labels=micro.labels,
+        temperature=config.rollout.temperature,
+        with_entropy=section.entropy_coeff != 0 or batch.old_logprobs is None,
+    )
+    logprobs = scores.logprobs  # [K]
+    old = logprobs.detach() if batch.old_logprobs is None else micro.take(batch.old_logprobs)
+    assert batch.advantages is not None
+    policy = policy_loss(
+        logprobs,
+        old,
+        micro.take(batch.advantages),
+        clip_low=section.clip_low,
+        clip_high=section.clip_high,
+        clip_c=section.clip_ratio_c,
+    )
+    per_token = policy.loss
+    if batch.loss_weights is not None:
+        per_token = per_token * micro.take(batch.loss_weights)
+    loss = (per_token * part.weights).sum()
+    part.log_loss(metrics, "actor/pg_loss", loss)
+    metrics.add("actor/pg_clipfrac", policy.clipped.sum(), count)
+    metrics.add("actor/pg_clipfrac_lower", policy.clipped_low.sum(), count)
+    metrics.add("actor/ppo_kl", kl_estimate(old, logprobs.detach(), "k1").sum(), count)
+    metrics.add("actor/ppo_kl_k3", kl_estimate(old, logprobs.detach(), "k3").sum(), count)
+    if batch.old_logprobs is None:
+        metrics.add("actor/entropy", scores.entropy.detach().sum(), count)
+        _log_mismatch(old, micro.take(batch.rollout_logprobs), metrics)
+    if section.entropy_coeff != 0:
+        loss = loss - section.entropy_coeff * (scores.entropy * part.weights).sum()
+    if section.use_kl_loss:
+        assert batch.ref_logprobs is not None
+        kl = kl_estimate(logprobs, micro.take(batch.ref_logprobs), section.kl_loss_type)
+        kl_loss = (kl * part.weights).sum()
+        part.log_loss(metrics, "actor/kl_loss", kl_loss)
+        loss = loss + section.kl_loss_coef * kl_loss
+    return loss
+
+
+def _log_mismatch(logprobs: Tensor, rollout_logprobs: Tensor, metrics: Metrics) -> None:
+    """Difference of probabilities between trainer and engine, [K] each."""
+    if logprobs.numel():
+        difference = (logprobs.exp() - rollout_logprobs.exp()).abs()
+        metrics.add("training/rollout_probs_diff_mean", difference.sum(), difference.numel())
+        metrics.maximum("training/rollout_probs_diff_max", difference.max())
+
+
+def update_critic(
+    critic: Learner,
+    batch: RolloutBatch,
+    *,
+    config: Config,
+    batcher: Batcher,
+    metrics: Metrics,
+    step: int,
+) -> None:
+    """Clipped value regression to the returns, over all epochs and mini-batches."""
+    section = config.critic
+    metrics.set("critic/lr", critic.set_lr(step))
+    with critic.on_device(optimizer=True) as module:
+        for epoch in range(section.ppo_epochs):
+            for indices in epoch_mini_batches(
+                batch, section, seed=config.trainer.seed, step=step, epoch=epoch
+            ):
+                for part in _parts(
+                    critic,
+                    batch,
+                    indices,
+                    mode=section.loss_agg_mode,
+                    scale=config.data.max_response_length,
+                    batcher=batcher,
+                    metrics=metrics,
+                ):
+                    assert batch.values is not None and batch.returns is not None
+                    values = module(**part.micro.inputs)  # [K]
+                    value = value_loss(
+                        values,
+                        part.micro.take(batch.values),
+                        part.micro.take(batch.returns),
+                        clip=section.cliprange_value,
+                    )
+                    loss = (value.loss * part.weights).sum()
+                    part.log_loss(metrics, "critic/vf_loss", loss)
+                    count = part.micro.labels.numel()
+                    metrics.add("critic/vf_clipfrac", value.clipped.sum(), count)
+                    metrics.add("critic/vpred_mean", values.detach().sum(), count)
+                    loss.backward()
+                metrics.add("critic/grad_norm", critic.step(), 1)
