@@ -1,0 +1,134 @@
+"""What rollout.py expects of an engine, as data and one protocol.
+
+Owns the request and completion types and the order of calls. Must not know any engine, the
+trainer's loop or how requests are spread over replicas.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one generation are drawn; the same for all its requests.
+
+    Log-probs are those of log softmax(z / temperature) before top_k and top_p, and of
+    log softmax(z) when temperature is 0 (SPEC 3).
+    """
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_p: float = 1.0
+    """Smallest set of tokens with at least this probability; 1 keeps all."""
+    top_k: int = -1
+    """Number of most likely tokens kept; -1 keeps all."""
+    max_new_tokens: int
+    """Upper limit of tokens per completion."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; the tokens that complete the text belong to it."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion; the token belongs to it."""
+    ignore_eos: bool = False
+    """Ignores stop_token_ids (as SGLang does), so that only stop and length end a completion."""
+    seed: int = 0
+    """Key of the sampling noise."""
+    step: int = 0
+    """Training step; gives the same prompt other noise in another epoch."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} = {getattr(self, name)}: {rule}"
+            for name, valid, rule in (
+                ("temperature", self.temperature >= 0, "must be at least 0"),
+                ("top_p", 0 < self.top_p <= 1, "must be in (0, 1]"),
+                ("top_k", self.top_k == -1 or self.top_k > 0, "must be positive, or -1 for all"),
+                ("max_new_tokens", self.max_new_tokens > 0, "must be positive"),
+                ("stop", all(self.stop), "must not hold an empty text"),
+            )
+            if not valid
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+class Request(NamedTuple):
+    """One completion asked for."""
+
+    uid: int
+    """Unique per sample and the same after a restart and on any number of ranks."""
+    prompt_ids: list[int]
+
+
+class Completion(NamedTuple):
+    """One completion; a stop token, or the tokens that complete a stop text, are included."""
+
+    response_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    """`stop` (stop token or text) or `length` (max_new_tokens or max_model_len)."""
+
+
+class Engine(Protocol):
+    """One replica's engine: all ranks of a rollout group make the same calls in the same order.
+
+    The legal order is wake, generate any number of times, release; then wake again. The iterators
+    do their work while they are advanced and give control back at least about every half second,
+    so that the caller can look for stop requests; the caller may abandon them. `Run.drive`
+    advances them.
+    """
+
+    completions: list[Completion]
+    """Result of the last generate that was driven to its end, in the order of its requests."""
+    stats: dict[str, float]
+    """Metrics of the last wake (reshard/*) and generate (rollout/*)."""
+
+    def wake(self, module: nn.Module) -> Iterator[None]:
+        """Takes memory and loads the weights of `module` (FSDP2-sharded, HF parameter names).
+
+        Collective over the shard group: every rank has to advance it the same number of times.
+        """
+        ...
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[None]:
+        """Fills `completions`; raises ValueError for a request that the engine cannot serve."""
+        ...
+
+    def release(self) -> None:
+        """Gives weights and KV cache back; also after an abandoned or failed call."""
+        ...
+
+    def close(self) -> None:
+        """Ends the engine and everything it started; may be called twice."""
+        ...
+
+
+def check_requests(
+    requests: Sequence[Request], *, max_model_len: int, vocab_size: int | None = None
+) -> None:
+    """ValueError that names the first bad request: empty, too long, or a token out of range."""
+    for index, (uid, prompt_ids) in enumerate(requests):
+        where = f"request {index} (uid {uid})"
+        if not prompt_ids:
+            raise ValueError(f"{where}: the prompt is empty")
+        if len(prompt_ids) >= max_model_len:
+            raise ValueError(
+                f"{where}: the prompt has {len(prompt_ids)} tokens, which leaves no room for a "
+                f"response within max_model_len = {max_model_len}; shorten data.max_prompt_length "
+                "or raise rollout.max_model_len"
+            )
+        if vocab_size is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
+            raise ValueError(
+                f"{where}: token ids from {min(prompt_ids)} to {max(prompt_ids)} do not fit the "
+                f"model's vocabulary of {vocab_size}"
+            )
+
+
+def stop_token_ids(tokenizer: Any, generation_config: Any) -> tuple[int, ...]:
+    """End-of-sequence ids of the tokenizer and of the model's generation config, ascending."""
+    ids = {tokenizer.eos_token_id}
+    extra = getattr(generation_config, "eos_token_id", None)
+    ids.update(extra if isinstance(extra, (list, tuple)) else [extra])
+    return tuple(sorted(i for i in ids if i is not None))
