@@ -1,0 +1,171 @@
+"""KL between policy and reference: estimates per token, the in-reward penalty, the controllers.
+
+Owns every formula with a KL in it and how its coefficient moves. Must not know configurations,
+models or ranks. Letters: B sequences, T response tokens.
+"""
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ppo.advantages import at_least_float32
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """Estimate KL(policy, reference) of each token from its two log-probabilities.
+
+    With d = logprobs - ref_logprobs (J. Schulman, "Approximating KL divergence", 2020):
+    "kl" = "k1": d. "abs": |d|. "mse" = "k2": d^2 / 2. "low_var_kl" = "k3": e^-d + d - 1, with d
+    clamped to +-20 and the value to +-10. A trailing "+" takes the value of that kind and the
+    gradient of k2, which is an unbiased gradient of the KL.
+
+    Where a log-probability is NaN or infinite, the gradient is 0.
+
+    Args:
+        logprobs: any shape; from the policy that the tokens were sampled from.
+        ref_logprobs: same shape.
+        kind: one of the names above.
+
+    Raises:
+        ValueError: unknown kind.
+    """
+    difference = at_least_float32(logprobs) - at_least_float32(ref_logprobs)
+    # 0 x NaN is NaN: a masked token must not reach the gradient through a product.
+    difference = torch.where(difference.isfinite(), difference, difference.detach())
+    value = _estimate(difference, kind.removesuffix("+"))
+    if not kind.endswith("+"):
+        return value
+    gradient = _estimate(difference, "k2")
+    return gradient - gradient.detach() + value.detach()
+
+
+def _estimate(difference: Tensor, kind: str) -> Tensor:
+    match kind:
+        case "kl" | "k1":
+            return difference
+        case "abs":
+            return difference.abs()
+        case "mse" | "k2":
+            return 0.5 * difference.square()
+        case "low_var_kl" | "k3":
+            x = (-difference).clamp(-20.0, 20.0)
+            return (x.exp() - x - 1.0).clamp(-10.0, 10.0)
+    raise ValueError(
+        f"KL kind {kind!r}: must be kl, k1, abs, mse, k2, low_var_kl or k3, with or without '+'"
+    )
+
+
+def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, *, kl_coef: float) -> Tensor:
+    """Reward per token: the score at the last counted token, minus kl_coef x KL at every one.
+
+    arXiv 1909.08593, eq. 2. A sequence without counted tokens gets zeros.
+
+    Args:
+        scores: [B]; may hold NaN where a sequence counts no token.
+        kl: [B, T] estimates, or None for no penalty.
+        mask: bool [B, T].
+        kl_coef: beta.
+
+    Returns:
+        [B, T], 0 where `mask` is False.
+    """
+    counted_after = mask.flip(-1).cumsum(-1).flip(-1)  # [B, T] counted tokens from t on
+    rewards = torch.where(
+        mask & (counted_after == 1), at_least_float32(scores)[:, None], 0.0
+    )  # [B, T]
+    if kl is not None:
+        rewards = rewards - torch.where(mask, kl_coef * kl, 0.0)
+    return rewards
+
+
+class KLControllerSettings(Protocol):
+    """What `make_kl_controller` reads; the keys of algorithm.kl_ctrl."""
+
+    @property
+    def type(self) -> str: ...  # fixed | adaptive | step
+    @property
+    def kl_coef(self) -> float: ...
+    @property
+    def target_kl(self) -> float: ...
+    @property
+    def horizon(self) -> int: ...
+    @property
+    def min(self) -> float: ...
+    @property
+    def max(self) -> float: ...
+
+
+class FixedKLController:
+    """A coefficient that never moves."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, kl: float, num_seqs: int) -> None:
+        """Take the KL of a step, as every controller does, and change nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The coefficient, JSON-able."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict` of an earlier run."""
+        self.value = float(state["value"])
+
+
+class AdaptiveKLController(FixedKLController):
+    """Proportional control with a bounded error (arXiv 1909.08593, section 2.2).
+
+    beta *= 1 + clip(KL / target - 1, +-0.2) * num_seqs / horizon, kept inside [min, max].
+    """
+
+    def __init__(
+        self, kl_coef: float, *, target_kl: float, horizon: int, min: float, max: float
+    ) -> None:
+        super().__init__(kl_coef)
+        self.target_kl, self.horizon, self.min, self.max = target_kl, horizon, min, max
+
+    def update(self, kl: float, num_seqs: int) -> None:
+        """Move the coefficient after a step.
+
+        Args:
+            kl: token-weighted mean over the global batch; not finite: the coefficient stays.
+            num_seqs: sequences of the global batch.
+        """
+        if math.isfinite(kl):
+            error = min(max(kl / self.target_kl - 1.0, -0.2), 0.2)
+            value = self.value * (1.0 + error * num_seqs / self.horizon)
+            self.value = min(max(value, self.min), self.max)
+
+
+class StepKLController(FixedKLController):
+    """The rule of PPO's adaptive penalty, with steps of 1.5 (arXiv 1707.06347, section 4).
+
+    KL above 1.5 x target: beta x 1.5; below target / 1.5: beta / 1.5; between: unchanged; kept
+    inside [min, max].
+    """
+
+    def __init__(self, kl_coef: float, *, target_kl: float, min: float, max: float) -> None:
+        super().__init__(kl_coef)
+        self.target_kl, self.min, self.max = target_kl, min, max
+
+    def update(self, kl: float, num_seqs: int) -> None:
+        """Move the coefficient after a step, by `kl` alone; see AdaptiveKLController.update."""
+        value = self.value
+        if kl > 1.5 * self.target_kl:
+            value *= 1.5
+        elif kl < self.target_kl / 1.5:
+            value /= 1.5
+        self.value = min(max(value, self.min), self.max)
+
+
+def make_kl_controller(settings: KLControllerSettings) -> FixedKLController:
+    """The controller that algorithm.kl_ctrl asks for."""
+    if settings.type == "fixed":
+        return FixedKLController(settings.kl_coef)
+    limits = {"target_kl": settings.target_kl, "min": settings.min, "max": settings.max}
+    if settings.type == "adaptive":
+        return AdaptiveKLController(settings.kl_coef, horizon=settings.horizon, **limits)
+    return StepKLController(settings.kl_coef, **limits)
