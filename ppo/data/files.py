@@ -1,0 +1,45 @@
+"""Files written beside their place and renamed, so that nobody ever reads half of one.
+
+Owns the two ways of writing that the data and model commands share. Knows no content.
+"""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path` to write to; renamed over `path` when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield beside
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `path`; renamed to `path` when the block ends well.
+
+    When another process has put a folder there meanwhile, that one stays and this is dropped:
+    several processes may make the same folder at once.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    try:
+        yield beside
+        beside.chmod(0o755)  # mkdtemp's is private
+        try:
+            os.rename(beside, path)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
