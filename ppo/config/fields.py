@@ -16,14 +16,15 @@ class Problem(NamedTuple):
     path: str
     """dotted path of the key, empty when the problem has no key"""
     value: Any
-    """what was given"""
+    """what was given; None = nothing"""
     rule: str
     """what would be right"""
     fix: str = ""
     """what to change; empty when the rule says it all"""
 
     def __str__(self) -> str:
-        head = f"{self.path} = {self.value!r}: {self.rule}" if self.path else self.rule
+        given = "" if self.value is None else f" = {self.value!r}"
+        head = f"{self.path}{given}: {self.rule}" if self.path else self.rule
         return f"{head}; {self.fix}" if self.fix else head
 
 
@@ -104,15 +105,19 @@ class Section:
 
     def __post_init__(self) -> None:
         problems = [
-            Problem(name, value, str(bound))
+            Problem(name, getattr(self, name), str(bound))
             for name, hint in get_type_hints(type(self), include_extras=True).items()
-            for value in [getattr(self, name)]
-            for bound in _bounds(hint)
-            for number in (value if isinstance(value, (list, tuple)) else [value])
-            if _is_number(number) and not bound.holds(number)
+            if (bound := out_of_bounds(hint, getattr(self, name))) is not None
         ]
         if problems:
             raise ConfigError(problems)
+
+
+def out_of_bounds(hint: Any, value: Any) -> Bound | None:
+    """The bound in the annotation that the number, or one of the listed numbers, breaks."""
+    numbers = [x for x in (value if isinstance(value, list) else [value]) if _is_number(x)]
+    broken = (bound for bound in _bounds(hint) if not all(map(bound.holds, numbers)))
+    return next(broken, None)
 
 
 def _is_number(value: Any) -> bool:
