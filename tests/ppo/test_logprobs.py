@@ -1,0 +1,144 @@
+"""Chunked log-probs and entropy against log_softmax on full float64 logits."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ppo.logprobs import MAX_BLOCK_ROWS, LogitTransform, token_logprobs
+
+
+def problem(num_tokens: int, vocab: int, hidden: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(num_tokens * 1000 + vocab)
+    h = torch.randn(num_tokens, hidden, dtype=torch.float64, generator=g, requires_grad=True)
+    w = torch.randn(vocab, hidden, dtype=torch.float64, generator=g, requires_grad=True)
+    return h, w, torch.randint(0, vocab, (num_tokens,), generator=g)
+
+
+def reference(
+    h: Tensor, w: Tensor, labels: Tensor, temperature: float, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    z = h @ w.T * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    dist = torch.distributions.Categorical(logits=z / temperature)
+    return dist.log_prob(labels), dist.entropy()
+
+
+def assert_same_values_and_gradients(
+    h: Tensor, w: Tensor, labels: Tensor, *, temperature=1.0, scale=1.0, softcap=None, **kwargs
+) -> None:
+    g = torch.Generator().manual_seed(7)
+    up = torch.randn(2, len(labels), dtype=torch.float64, generator=g)
+    want = reference(h, w, labels, temperature, scale, softcap)
+    want_grads = torch.autograd.grad((want[0] * up[0] + want[1] * up[1]).sum(), (h, w))
+    transform = LogitTransform(scale, softcap)
+    got = token_logprobs(
+        h, w, labels, temperature=temperature, with_entropy=True, transform=transform, **kwargs
+    )
+    assert got.entropy is not None
+    grads = torch.autograd.grad((got.logprobs * up[0] + got.entropy * up[1]).sum(), (h, w))
+    for a, b in zip((got.logprobs, got.entropy, *grads), (*want, *want_grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+    alone = token_logprobs(h, w, labels, temperature=temperature, transform=transform, **kwargs)
+    assert alone.entropy is None
+    grads = torch.autograd.grad((alone.logprobs * up[0]).sum(), (h, w))
+    want_grads = torch.autograd.grad(
+        (reference(h, w, labels, temperature, scale, softcap)[0] * up[0]).sum(), (h, w)
+    )
+    for a, b in zip((alone.logprobs, *grads), (want[0], *want_grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129, 300])
+def test_any_vocabulary_equals_full_softmax_at_the_edges_of_blocks(vocab):
+    h, w, labels = problem(7, vocab)
+    edges = torch.tensor([0, 127, 128, 255, 256, vocab - 1]).clamp(max=vocab - 1)
+    labels[: len(edges)] = edges
+    assert_same_values_and_gradients(h, w, labels, block_elements=1)
+    assert_same_values_and_gradients(h, w, labels)
+
+
+def test_temperature_scale_and_softcap_are_inside_the_log_softmax():
+    h, w, labels = problem(9, 200)
+    assert_same_values_and_gradients(h, w, labels, temperature=0.7, block_elements=1)
+    assert_same_values_and_gradients(h, w, labels, temperature=1.3, scale=0.5, block_elements=1)
+    assert_same_values_and_gradients(
+        h, w, labels, temperature=0.7, scale=1.5, softcap=2.0, block_elements=1
+    )
+
+
+def test_rows_beyond_one_slice_add_their_gradients_to_the_weight():
+    h, w, labels = problem(MAX_BLOCK_ROWS + 3, 3, hidden=2)
+    assert_same_values_and_gradients(h, w, labels)
+
+
+def test_values_known_by_hand():
+    # Two logits that differ by ln 3: p = (3/4, 1/4).
+    h = torch.tensor([[1.0], [1.0]], dtype=torch.float64)
+    w = torch.tensor([[math.log(3)], [0.0]], dtype=torch.float64)
+    scores = token_logprobs(h, w, torch.tensor([0, 1]), with_entropy=True)
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    assert scores.logprobs.tolist() == pytest.approx([math.log(0.75), math.log(0.25)])
+    assert scores.entropy is not None and scores.entropy.tolist() == pytest.approx([entropy] * 2)
+
+
+def test_no_scored_token_gives_zero_gradients_through_a_connected_graph():
+    h, w, labels = problem(0, 300)
+    scores = token_logprobs(h, w, labels, with_entropy=True, block_elements=1)
+    assert scores.logprobs.shape == (0,)
+    (scores.logprobs.sum() * 0.0).backward()
+    assert h.grad is not None and h.grad.shape == (0, 5)
+    assert w.grad is not None and w.grad.shape == (300, 5) and not w.grad.any()
+
+
+def test_gradients_pass_torch_gradcheck():
+    h, w, labels = problem(4, 150, hidden=3)
+
+    def scores(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        s = token_logprobs(h, w, labels, temperature=0.9, with_entropy=True, block_elements=1)
+        assert s.entropy is not None
+        return s.logprobs, s.entropy
+
+    assert torch.autograd.gradcheck(scores, (h, w))
+
+
+def test_a_frozen_head_or_frozen_hidden_states_get_no_gradient():
+    h, w, labels = problem(4, 150)
+    token_logprobs(h, w.detach(), labels).logprobs.sum().backward()
+    assert h.grad is not None and w.grad is None
+    h.grad = None
+    token_logprobs(h.detach(), w, labels).logprobs.sum().backward()
+    assert h.grad is None and w.grad is not None
+
+
+def test_bfloat16_keeps_float32_statistics_and_bfloat16_gradients():
+    h, w, labels = problem(64, 1000, hidden=16)
+    h16, w16 = (t.detach().bfloat16().requires_grad_() for t in (h, w))
+    scores = token_logprobs(h16, w16, labels, with_entropy=True)
+    want, _ = reference(h16.detach().double(), w16.detach().double(), labels, 1.0, 1.0, None)
+    assert scores.logprobs.dtype == torch.float32
+    torch.testing.assert_close(scores.logprobs.double(), want, rtol=2e-2, atol=5e-2)
+    scores.logprobs.sum().backward()
+    assert h16.grad is not None and h16.grad.dtype == torch.bfloat16
+    assert w16.grad is not None and w16.grad.dtype == torch.bfloat16
+
+
+def test_large_logits_do_not_overflow():
+    h = torch.tensor([[1.0], [-1.0]])
+    w = torch.tensor([[1e4], [0.0], [-1e4]])
+    scores = token_logprobs(h, w, torch.tensor([0, 0]), with_entropy=True)
+    assert scores.logprobs.tolist() == [0.0, -2e4]
+    assert scores.entropy is not None and scores.entropy.tolist() == [0.0, 0.0]
+
+
+def test_shapes_and_temperature_are_checked_with_values_in_the_message():
+    h, w, labels = problem(4, 10)
+    with pytest.raises(ValueError, match=r"\[4, 5\].*\[10, 4\]"):
+        token_logprobs(h, w[:, :4], labels)
+    with pytest.raises(ValueError, match=r"labels \[3\]"):
+        token_logprobs(h, w, labels[:3])
+    with pytest.raises(ValueError, match="positive, got 0"):
+        token_logprobs(h, w, labels, temperature=0)
