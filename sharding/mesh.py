@@ -1,8 +1,230 @@
 """The process groups and device meshes of a run.
 
-Owns their construction from `ParallelDims`. Must not know models or what is sent over the groups.
+Owns their construction from `ParallelDims` and their names. Must not know models, nor what is sent
+over a group. All groups are made in `build_mesh`, by all ranks in the same order.
 """
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.dims import ParallelDims
 
-__all__ = ["ParallelDims"]
+__all__ = ["Mesh", "MeshError", "ParallelDims", "build_mesh", "init_distributed"]
+
+logger = logging.getLogger(__name__)
+
+
+class MeshError(ValueError):
+    """Degrees that do not fit the world; the message lists the possible ones."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this rank stands, and the groups it talks over.
+
+    Device groups use NCCL for CUDA tensors and gloo for CPU tensors. Groups with the same ranks in
+    the same order are one group, so that NCCL holds one communicator for them.
+    """
+
+    dims: ParallelDims
+    rank: int
+    device: torch.device
+    fsdp: DeviceMesh
+    """what fully_shard takes: ("fsdp",), or ("dp_replicate", "fsdp") with several replicas"""
+    host_group: ProcessGroup
+    """all ranks, host tensors only, its own timeout: waiting and small decisions"""
+    shard_group: ProcessGroup
+    """the F ranks of this replica in shard-index order"""
+    replicate_group: ProcessGroup
+    """the ranks that hold the same shard"""
+    sp_group: ProcessGroup
+    """the ranks that share this rank's sequences"""
+    dp_group: ProcessGroup
+    """the ranks that hold the same slice of other sequences"""
+    rollout_group: ProcessGroup
+    """the T adjacent ranks of this generation replica"""
+    rollout_host_group: ProcessGroup
+    """the same ranks, host tensors only"""
+    rollout: DeviceMesh
+    """("rollout_tp",) over rollout_group"""
+
+    @property
+    def local_rank(self) -> int:
+        """Rank inside the node."""
+        return self.rank % self.dims.ranks_per_node
+
+    @property
+    def node_rank(self) -> int:
+        return self.rank // self.dims.ranks_per_node
+
+    @property
+    def replicate_rank(self) -> int:
+        """Index of this rank's replica."""
+        return self.rank // self.dims.shard_size
+
+    @property
+    def shard_index(self) -> int:
+        """Which of the F shards of every parameter this rank holds."""
+        return self.dims.shard_rows()[self.replicate_rank].index(self.rank)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the sequences this rank works on."""
+        return self.rank // self.dims.sp
+
+    @property
+    def sp_rank(self) -> int:
+        """Which slice of its sequences this rank works on."""
+        return self.rank % self.dims.sp
+
+    @property
+    def rollout_tp_rank(self) -> int:
+        return self.rank % self.dims.rollout_tp
+
+    @property
+    def rollout_dp_rank(self) -> int:
+        """Index of this rank's generation replica."""
+        return self.rank // self.dims.rollout_tp
+
+
+@contextmanager
+def init_distributed(
+    device: torch.device,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    timeout_s: float = 600,
+    init_method: str | None = None,
+) -> Iterator[None]:
+    """The default process group, for as long as the block runs.
+
+    Args:
+        device: this rank's device; on CUDA it becomes the current one.
+        rank, world_size: from torchrun; without it a world of one, which needs no port.
+        timeout_s: seconds after which a collective fails.
+        init_method: rendezvous of several ranks; None = torchrun's environment.
+    """
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    alone = world_size == 1 and init_method is None
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        init_method=None if alone else init_method or "env://",
+        store=dist.HashStore() if alone else None,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    succeeded = False
+    try:
+        yield
+        succeeded = True
+    finally:
+        if succeeded or not cuda:  # NCCL waits here for ranks that will not come after a failure
+            dist.destroy_process_group()
+
+
+def build_mesh(dims: ParallelDims, device: torch.device, *, host_timeout_s: float = 1800) -> Mesh:
+    """Make all groups and meshes. Collective over all ranks.
+
+    Args:
+        dims: degrees; -1 is resolved.
+        device: this rank's device.
+        host_timeout_s: seconds that one rank may be ahead of another on the host groups.
+
+    Raises:
+        MeshError: the degrees do not fit the running world, with the possible ones.
+    """
+    dims = dims.resolve()
+    problems = dims.problems()
+    if dims.world_size != dist.get_world_size():
+        problems.insert(
+            0, f"world_size {dims.world_size}: there are {dist.get_world_size()} running ranks"
+        )
+    if problems:
+        raise MeshError("\n".join(problems))
+    groups = _Groups(timedelta(seconds=host_timeout_s))
+    host = groups.mine([list(range(dims.world_size))], host=True)
+    shard = groups.mine(dims.shard_rows())
+    replicate = groups.mine(dims.replicate_rows())
+    rollout = groups.mine(dims.rollout_rows())
+    mesh = Mesh(
+        dims=dims,
+        rank=dist.get_rank(),
+        device=device,
+        fsdp=_fsdp_mesh(dims, shard, replicate, device),
+        host_group=host,
+        shard_group=shard,
+        replicate_group=replicate,
+        sp_group=groups.mine(dims.sp_rows()),
+        dp_group=groups.mine(dims.dp_rows()),
+        rollout_group=rollout,
+        rollout_host_group=groups.mine(dims.rollout_rows(), host=True),
+        rollout=DeviceMesh.from_group(rollout, device.type, mesh_dim_names=("rollout_tp",)),
+    )
+    logger.info(
+        "%d ranks on %d nodes: dp_replicate %d x dp_shard %d x sp %d (%s), rollout_dp %d x tp %d",
+        dims.world_size,
+        dims.nodes,
+        dims.dp_replicate,
+        dims.dp_shard,
+        dims.sp,
+        dims.strategy,
+        dims.rollout_dp,
+        dims.rollout_tp,
+    )
+    return mesh
+
+
+class _Groups:
+    """Makes groups by their ranks, each once."""
+
+    def __init__(self, host_timeout: timedelta):
+        self._host_timeout = host_timeout
+        self._made: dict[tuple[bool, tuple[int, ...]], ProcessGroup] = {}
+
+    def mine(self, rows: Sequence[Sequence[int]], *, host: bool = False) -> ProcessGroup:
+        """Make a group of every row, and return the one that this rank is in.
+
+        All ranks make all rows. The order inside a row is kept: a plain DeviceMesh of permuted
+        ranks would sort its group, and its coordinates would lie.
+        """
+        for row in rows:
+            key = (host, tuple(row))
+            if key not in self._made:
+                self._made[key] = self._make(list(row), host)
+        row = next(row for row in rows if dist.get_rank() in row)
+        return self._made[host, tuple(row)]
+
+    def _make(self, ranks: list[int], host: bool) -> ProcessGroup:
+        group = dist.new_group(
+            ranks,
+            backend="gloo" if host else None,
+            timeout=self._host_timeout if host else None,
+            sort_ranks=False,
+        )
+        return cast(ProcessGroup, group)
+
+
+def _fsdp_mesh(
+    dims: ParallelDims, shard: ProcessGroup, replicate: ProcessGroup, device: torch.device
+) -> DeviceMesh:
+    """The mesh that fully_shard takes, over groups in shard-index order."""
+    if dims.dp_replicate == 1:
+        return DeviceMesh.from_group(shard, device.type, mesh_dim_names=("fsdp",))
+    return DeviceMesh.from_group(
+        [replicate, shard],
+        device.type,
+        mesh=torch.tensor(dims.shard_rows()),
+        mesh_dim_names=("dp_replicate", "fsdp"),
+    )

@@ -4,10 +4,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.dims import ParallelDims
+from sharding.mesh import MeshError, build_mesh, init_distributed
+from tests.distributed import run_distributed
 
 
 def test_one_node_shards_over_all_ranks_and_several_nodes_over_the_ranks_of_one():
@@ -95,3 +99,57 @@ def test_all_problems_are_listed_at_once():
 def test_degrees_are_known_without_importing_torch():
     code = "import sys, sharding.dims; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def _groups(rank: int, world_size: int) -> list[tuple]:
+    """Members of every group of this rank, by two meshes of four ranks."""
+    seen = []
+    for dims in (
+        ParallelDims(world_size=4, ranks_per_node=4, rollout_tp=2),
+        ParallelDims(world_size=4, ranks_per_node=2, sp=2),
+    ):
+        mesh = build_mesh(dims, torch.device("cpu"))
+        names = ("shard_group", "replicate_group", "sp_group", "dp_group", "rollout_group")
+        for name in names:
+            group = getattr(mesh, name)
+            members = [torch.zeros(1, dtype=torch.long) for _ in range(group.size())]
+            dist.all_gather(members, torch.tensor([rank]), group=group)
+            seen.append(tuple(int(m) for m in members))
+        seen.append(tuple(mesh.fsdp.get_coordinate() or ()))
+        seen.append((mesh.shard_index, mesh.replicate_rank, mesh.dp_rank, mesh.sp_rank))
+        assert mesh.fsdp.mesh_dim_names == (
+            ("fsdp",) if dims.dp_replicate == 1 else ("dp_replicate", "fsdp")
+        )
+    with pytest.raises(MeshError, match="possible: 1, 2, 4"):
+        build_mesh(ParallelDims(world_size=4, ranks_per_node=4, fsdp_size=3), torch.device("cpu"))
+    return seen
+
+
+@pytest.mark.distributed
+def test_groups_hold_the_ranks_of_their_axis_in_its_order():
+    results = run_distributed(_groups, 4)
+    assert results[2] == [
+        (0, 2, 1, 3),  # shard: TP rank 0 of both replicas first
+        (2,),
+        (2,),
+        (0, 1, 2, 3),
+        (2, 3),
+        (1,),  # coordinate on the permuted axis
+        (1, 0, 2, 0),
+        (2, 3),  # hybrid: the node's ranks
+        (0, 2),
+        (2, 3),
+        (0, 2),
+        (2,),
+        (1, 0),
+        (0, 1, 1, 0),
+    ]
+
+
+def test_plain_python_is_a_world_of_one_without_a_port():
+    with init_distributed(torch.device("cpu")):
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), torch.device("cpu"))
+        total = torch.ones(1)
+        dist.all_reduce(total, group=mesh.host_group)
+        assert total.item() == 1
+    assert not dist.is_initialized()

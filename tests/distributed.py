@@ -1,0 +1,57 @@
+"""Run a function on several gloo ranks of this machine.
+
+Ranks are forked from a server process that has imported torch and transformers once per test
+session; the pytest process itself is never forked. They have the environment that it had then.
+"""
+
+import multiprocessing
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from sharding.mesh import init_distributed
+
+
+def run_distributed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60
+) -> list[Any]:
+    """Call ``fn(rank, world_size, *args)`` on every rank, and return their results by rank.
+
+    ``fn`` must be importable (module-level); the default process group is initialised around it.
+    A rank that raises ends the others, and its traceback is part of the error here.
+    ``timeout_s`` bounds one collective.
+    """
+    multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "transformers"])
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(
+            _rank,
+            args=(world_size, fn, folder, timeout_s, args),
+            nprocs=world_size,
+            start_method="forkserver",
+        )
+        return [pickle.loads(Path(folder, f"{r}.pkl").read_bytes()) for r in range(world_size)]
+
+
+def _rank(
+    rank: int,
+    world_size: int,
+    fn: Callable[..., Any],
+    folder: str,
+    timeout_s: float,
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    with init_distributed(
+        torch.device("cpu"),
+        rank=rank,
+        world_size=world_size,
+        timeout_s=timeout_s,
+        init_method=f"file://{folder}/rendezvous",
+    ):
+        result = fn(rank, world_size, *args)
+    Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
