@@ -97,14 +97,19 @@ class KLControllerSettings(Protocol):
     def max(self) -> float: ...
 
 
-class FixedKLController:
-    """A coefficient that never moves."""
+class KLController:
+    """The coefficient of the KL penalty (`value`), and how it follows the measured KL."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
     def update(self, kl: float, num_seqs: int) -> None:
-        """Take the KL of a step, as every controller does, and change nothing."""
+        """Move the coefficient after a step; this one stays.
+
+        Args:
+            kl: token-weighted mean over the global batch; not finite: the coefficient stays.
+            num_seqs: sequences of the global batch.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """The coefficient, JSON-able."""
@@ -115,7 +120,11 @@ class FixedKLController:
         self.value = float(state["value"])
 
 
-class AdaptiveKLController(FixedKLController):
+class FixedKLController(KLController):
+    """A coefficient that never moves."""
+
+
+class AdaptiveKLController(KLController):
     """Proportional control with a bounded error (arXiv 1909.08593, section 2.2).
 
     beta *= 1 + clip(KL / target - 1, +-0.2) * num_seqs / horizon, kept inside [min, max].
@@ -128,19 +137,14 @@ class AdaptiveKLController(FixedKLController):
         self.target_kl, self.horizon, self.min, self.max = target_kl, horizon, min, max
 
     def update(self, kl: float, num_seqs: int) -> None:
-        """Move the coefficient after a step.
-
-        Args:
-            kl: token-weighted mean over the global batch; not finite: the coefficient stays.
-            num_seqs: sequences of the global batch.
-        """
+        """Move the coefficient after a step, as KLController.update describes."""
         if math.isfinite(kl):
             error = min(max(kl / self.target_kl - 1.0, -0.2), 0.2)
             value = self.value * (1.0 + error * num_seqs / self.horizon)
             self.value = min(max(value, self.min), self.max)
 
 
-class StepKLController(FixedKLController):
+class StepKLController(KLController):
     """The rule of PPO's adaptive penalty, with steps of 1.5 (arXiv 1707.06347, section 4).
 
     KL above 1.5 x target: beta x 1.5; below target / 1.5: beta / 1.5; between: unchanged; kept
@@ -152,7 +156,7 @@ class StepKLController(FixedKLController):
         self.target_kl, self.min, self.max = target_kl, min, max
 
     def update(self, kl: float, num_seqs: int) -> None:
-        """Move the coefficient after a step, by `kl` alone; see AdaptiveKLController.update."""
+        """Move the coefficient after a step, by `kl` alone."""
         value = self.value
         if kl > 1.5 * self.target_kl:
             value *= 1.5
@@ -161,7 +165,7 @@ class StepKLController(FixedKLController):
         self.value = min(max(value, self.min), self.max)
 
 
-def make_kl_controller(settings: KLControllerSettings) -> FixedKLController:
+def make_kl_controller(settings: KLControllerSettings) -> KLController:
     """The controller that algorithm.kl_ctrl asks for."""
     if settings.type == "fixed":
         return FixedKLController(settings.kl_coef)

@@ -1,0 +1,74 @@
+"""Arithmetic of training as FLOPs, and how much of the device's peak that is.
+
+Owns the cost formulas and the table of peak rates. Must not know models beyond a few sizes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# Dense bf16 TFLOP/s of the vendors' data sheets; the longest name that fits counts.
+PEAK_TFLOPS = {
+    "A100": 312.0,
+    "A800": 312.0,
+    "H100": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H200": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "B200": 2250.0,
+    "L40S": 362.0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """What the cost of a token depends on."""
+
+    num_params: int  # that a token is multiplied with; of a mixture of experts, the active ones
+    num_layers: int
+    num_heads: int
+    head_dim: int
+
+
+def flops_per_token(size: ModelSize, seq_len: float, *, forward_only: bool = False) -> float:
+    """FLOPs of one token of a sequence of `seq_len` tokens, forward and backward.
+
+    6 N, and for causal attention 12 L d_h n_h s / 2 (arXiv 2204.02311, appendix B, halved for the
+    mask); a forward pass alone is a third of it.
+    """
+    attention = 12 * size.num_layers * size.head_dim * size.num_heads * seq_len / 2
+    flops = 6 * size.num_params + attention
+    return flops / 3 if forward_only else flops
+
+
+def batch_flops(
+    size: ModelSize, lengths: Iterable[int], *, epochs: int = 1, forward_only: bool = False
+) -> float:
+    """FLOPs of all tokens of sequences of the given lengths, without padding."""
+    once = sum(n * flops_per_token(size, n, forward_only=forward_only) for n in lengths)
+    return epochs * once
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Peak rate of a device as `torch.cuda.get_device_name` calls it; None: not in the table."""
+    words = device_name.replace("-", " ").split()
+    fitting = [key for key in PEAK_TFLOPS if set(key.split()) <= set(words)]
+    return PEAK_TFLOPS[max(fitting, key=len)] if fitting else None
+
+
+def utilisation(
+    name: str, flops: float, *, seconds: float, num_devices: int, device_name: str
+) -> dict[str, float]:
+    """perf/mfu/NAME, 0 to 1, or perf/tflops/NAME per device where the peak is unknown.
+
+    Args:
+        name: actor or critic.
+        flops: of all devices together.
+        seconds: the time they took; 0 gives nothing.
+    """
+    if seconds <= 0:
+        return {}
+    rate = flops / seconds / num_devices / 1e12
+    peak = peak_tflops(device_name)
+    return {f"perf/tflops/{name}": rate} if peak is None else {f"perf/mfu/{name}": rate / peak}

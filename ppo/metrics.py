@@ -1,0 +1,146 @@
+"""One step's metrics: filled without waiting for the device, reduced over ranks once.
+
+Owns how numbers of many micro-batches and ranks become one (token-weighted, never a mean of means),
+and timing. Must not know what is measured, or where the numbers are written (ppo/tracking.py).
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Number = float | Tensor
+
+
+class Metrics:
+    """Collects one step. Tensors stay on their device until `reduce`.
+
+    Ranks may hold different names: a rank without tokens need not add what it did not compute.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device` is the one that `timed` waits for; None or a CPU: nothing to wait for."""
+        self._cuda = device if device is not None and device.type == "cuda" else None
+        self._sums: dict[str, tuple[Number, Number]] = {}
+        self._largest: dict[str, Number] = {}
+        self._smallest: dict[str, Number] = {}
+        self._seconds: dict[str, float] = {}
+        self._same: dict[str, float] = {}
+
+    def add(self, name: str, total: Number, count: Number) -> None:
+        """Add a sum over `count` items; the metric is all ranks' totals over their counts."""
+        old_total, old_count = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = (old_total + _detached(total), old_count + _detached(count))
+
+    def maximum(self, name: str, value: Number) -> None:
+        """Keep the largest value of all calls and ranks."""
+        self._largest[name] = _larger(self._largest.get(name, -math.inf), _detached(value))
+
+    def minimum(self, name: str, value: Number) -> None:
+        """Keep the smallest value of all calls and ranks."""
+        self._smallest[name] = -_larger(-self._smallest.get(name, math.inf), -_detached(value))
+
+    def set(self, name: str, value: float) -> None:
+        """Set a value that is the same on every rank already; not reduced."""
+        self._same[name] = float(value)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time of the block to timing_s/NAME; the slowest rank counts, in seconds."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            elapsed = self._now() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
+
+    def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """The values of the step, equal on every rank; one exchange over `group`.
+
+        Collective: every rank calls it once, at the end of the step. Use a host group, where
+        nothing is copied to a device. A mean over no items is left out; NaN wins over numbers.
+        """
+        mine = {
+            "total": {name: total for name, (total, _) in self._sums.items()},
+            "count": {name: count for name, (_, count) in self._sums.items()},
+            "max": {**self._largest, **{f"timing_s/{k}": v for k, v in self._seconds.items()}},
+            "min": self._smallest,
+        }
+        parts = _gathered(_on_host(mine), group)
+        values = dict(self._same)
+        totals, counts = _merged(parts, "total", torch.sum), _merged(parts, "count", torch.sum)
+        values |= {name: totals[name] / count for name, count in counts.items() if count != 0}
+        values |= _merged(parts, "max", torch.amax) | _merged(parts, "min", torch.amin)
+        return dict(sorted(values.items()))
+
+    def _now(self) -> float:
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)
+        return time.perf_counter()
+
+
+def timing_shares(values: dict[str, float]) -> dict[str, float]:
+    """timing_share/{gen, reshard}: their part of timing_s/step, 0 to 1, where they were timed."""
+    step = values.get("timing_s/step", 0.0)
+    return {
+        f"timing_share/{name}": values[f"timing_s/{name}"] / step
+        for name in ("gen", "reshard")
+        if step > 0 and f"timing_s/{name}" in values
+    }
+
+
+def _detached(value: Number) -> Number:
+    # float64: a float32 sum of a long batch would lose single tokens
+    return value.detach().double() if isinstance(value, Tensor) else float(value)
+
+
+def _larger(a: Number, b: Number) -> Number:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        device = a.device if isinstance(a, Tensor) else b.device  # pyright: ignore
+        return torch.maximum(
+            torch.as_tensor(a, dtype=torch.float64, device=device),
+            torch.as_tensor(b, dtype=torch.float64, device=device),
+        )
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+
+
+def _on_host(tables: dict[str, dict[str, Number]]) -> dict[str, dict[str, float]]:
+    """All tensors as floats with one copy from each device."""
+    tensors: dict[torch.device, list[Tensor]] = {}
+    for table in tables.values():
+        for value in table.values():
+            if isinstance(value, Tensor):
+                tensors.setdefault(value.device, []).append(value.reshape(()))
+    numbers = {device: iter(torch.stack(t).tolist()) for device, t in tensors.items()}
+    return {
+        kind: {
+            name: next(numbers[value.device]) if isinstance(value, Tensor) else value
+            for name, value in table.items()
+        }
+        for kind, table in tables.items()
+    }
+
+
+def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    if group is None:
+        return [mine]
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, mine, group=group)
+    return parts
+
+
+def _merged(parts: list[dict[str, dict[str, float]]], kind: str, reduce: Any) -> dict[str, float]:
+    """Reduce what the ranks hold of each name, in rank order: the same result everywhere."""
+    columns: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part[kind].items():
+            columns.setdefault(name, []).append(value)
+    return {
+        name: float(reduce(torch.tensor(column, dtype=torch.float64)))
+        for name, column in columns.items()
+    }
