@@ -1,0 +1,205 @@
+"""Prompts of a run: rows of the data files as token ids, filtered or cut to length.
+
+Owns how a row becomes a prompt. Must not know batches, order or ranks: every rank holds the same.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from ppo.config.sections import DataConfig
+from ppo.data.rows import DataError, Row, Sample, find_files, is_tiny, parse_row, read_rows
+from ppo.plugin import PluginError, load_plugin
+from ppo.tiny import tiny_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Split = Literal["train", "val"]
+TOKENIZE_ROWS = 1000
+"""rows tokenized in one call"""
+
+
+class Prompt(NamedTuple):
+    """One prompt, ready to generate from."""
+
+    uid: int  # index of its row over all files of the split, before filtering
+    prompt_ids: list[int]
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    messages: list[dict[str, str]] | str  # as written in the row
+
+
+class Prompts(Protocol):
+    """What a dataset class of the user (`data.custom_cls`) has to offer."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Prompt: ...
+
+
+class PromptDataset:
+    """Prompts of parquet or JSONL files, or of the built-in task `tiny`.
+
+    A plain-text prompt becomes one user message. The chat template is always applied, with the
+    generation prompt. Prompts over data.max_prompt_length tokens are left out
+    (data.filter_overlong_prompts), else treated as data.truncation says.
+
+    Args:
+        split: `val` reads data.val_max_samples instead of data.train_max_samples.
+        need_data_source: False where a scorer of the user does without that column.
+
+    Raises:
+        DataError: names file, row and column.
+    """
+
+    def __init__(
+        self,
+        files: str | Sequence[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        data: DataConfig,
+        *,
+        split: Split = "train",
+        need_data_source: bool = True,
+    ) -> None:
+        limit = data.train_max_samples if split == "train" else data.val_max_samples
+        rows = _load_rows(files, data, split, limit)
+        samples = [parse_row(row, data, need_data_source=need_data_source) for row in rows]
+        self._prompts: list[Prompt] = []
+        for start in range(0, len(rows), TOKENIZE_ROWS):
+            chunk = slice(start, start + TOKENIZE_ROWS)
+            token_ids = _tokenize(rows[chunk], samples[chunk], tokenizer, data)
+            for uid, ids in enumerate(token_ids, start):
+                kept = _fit(ids, rows[uid], data)
+                if kept is not None:
+                    self._prompts.append(_prompt(uid, kept, samples[uid]))
+        self.num_filtered = len(rows) - len(self._prompts)
+        if self.num_filtered:
+            logger.info(
+                "%s data: %d of %d prompts are longer than data.max_prompt_length = %d tokens "
+                "and left out",
+                split,
+                self.num_filtered,
+                len(rows),
+                data.max_prompt_length,
+            )
+        if not self._prompts:
+            raise DataError(
+                rows[0].file,
+                f"every prompt is longer than data.max_prompt_length = {data.max_prompt_length}",
+            )
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: int, /) -> Prompt:
+        return self._prompts[index]
+
+
+def build_dataset(
+    files: str | Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    *,
+    split: Split = "train",
+    need_data_source: bool = True,
+) -> Prompts:
+    """The dataset of a split: `PromptDataset`, or the user's class in its place.
+
+    A class of the user is called as cls(files, tokenizer, data, split=split).
+    """
+    custom = data.custom_cls
+    if custom.path is None:
+        return PromptDataset(files, tokenizer, data, split=split, need_data_source=need_data_source)
+    if custom.name is None:
+        raise PluginError("data.custom_cls.name: name the class in data.custom_cls.path")
+    dataset = load_plugin(custom.path, custom.name)(files, tokenizer, data, split=split)
+    for needed in ("__len__", "__getitem__"):
+        if not hasattr(dataset, needed):
+            raise PluginError(f"data.custom_cls: {custom.name} of {custom.path} has no {needed}")
+    if len(dataset) == 0 or not isinstance(dataset[0], Prompt):
+        raise PluginError(
+            f"data.custom_cls: {custom.name} of {custom.path} must hold at least one "
+            f"ppo.data.dataset.Prompt; it holds {len(dataset)} items"
+        )
+    return dataset
+
+
+def _load_rows(files: str | Sequence[str], data: DataConfig, split: Split, limit: int) -> list[Row]:
+    if is_tiny(files):
+        rows = [
+            Row(Path("tiny"), i, None, row) for i, row in enumerate(tiny_rows(split, data.seed))
+        ]
+    else:
+        rows = [row for path in find_files(files) for row in read_rows(path)]
+    return rows[:limit] if limit > 0 else rows
+
+
+def _tokenize(
+    rows: Sequence[Row],
+    samples: Sequence[Sample],
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+) -> list[list[int]]:
+    texts = [_render(*pair, tokenizer, data) for pair in zip(rows, samples, strict=True)]
+    # the template has written the special tokens already
+    token_ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
+    return token_ids
+
+
+def _render(
+    row: Row, sample: Sample, tokenizer: "PreTrainedTokenizerBase", data: DataConfig
+) -> str:
+    from jinja2 import TemplateError
+
+    messages = sample.messages
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    options: dict[str, Any] = {"add_generation_prompt": True, **data.apply_chat_template_kwargs}
+    options["tokenize"] = False
+    try:
+        text = tokenizer.apply_chat_template(messages, **options)
+    except TemplateError as error:
+        problem = f"the chat template refuses it: {error}"
+        raise row.error(problem, data.prompt_key) from error
+    assert isinstance(text, str)
+    if not text:
+        raise row.error("the chat template makes an empty text of it", data.prompt_key)
+    return text
+
+
+def _fit(ids: list[int], row: Row, data: DataConfig) -> list[int] | None:
+    """The ids within data.max_prompt_length; None = leave the prompt out."""
+    limit = data.max_prompt_length
+    if len(ids) <= limit:
+        return ids
+    if data.filter_overlong_prompts:
+        return None
+    match data.truncation:
+        case "left":
+            return ids[-limit:]
+        case "right":
+            return ids[:limit]
+        case "middle":
+            return ids[: limit // 2] + ids[-(limit - limit // 2) :]
+        case "error":
+            raise row.error(
+                f"has {len(ids)} tokens with the chat template, more than data.max_prompt_length "
+                f"= {limit}; raise it, or set data.filter_overlong_prompts=true or data.truncation",
+                data.prompt_key,
+            )
+
+
+def _prompt(uid: int, ids: list[int], sample: Sample) -> Prompt:
+    return Prompt(
+        uid=uid,
+        prompt_ids=ids,
+        data_source=sample.data_source,
+        ground_truth=sample.ground_truth,
+        extra_info=sample.extra_info,
+        messages=sample.messages,
+    )

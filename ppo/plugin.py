@@ -1,0 +1,83 @@
+"""Names out of a Python file of the user: reward functions and dataset classes.
+
+Owns finding and importing such a file. Must not import torch: reward workers use it.
+"""
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class PluginError(ValueError):
+    """The file of the user is not there, is not Python, or lacks the name."""
+
+
+def parse_plugin(path: str, name: str) -> ast.stmt | None:
+    """Find `name` in the file without running it: the definition, None when it is imported there.
+
+    Raises PluginError. A name that the file only makes at run time is not found: define it.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise PluginError(f"{path}: no such file (from {Path.cwd()})")
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        raise PluginError(f"{path}: is not valid Python: {error}") from error
+    defined: list[str] = []
+    for statement in _top_level(tree.body):
+        names = _names(statement)
+        if name in names or "*" in names:
+            is_def = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            return statement if is_def else None
+        defined.extend(names)
+    raise PluginError(f"{path}: defines no '{name}'; it has {', '.join(defined) or 'nothing'}")
+
+
+def load_plugin(path: str, name: str) -> Any:
+    """Import the file and return its `name`. Raises PluginError; errors of the file itself pass.
+
+    The file's folder is searched first for what it imports, as for a script.
+    """
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise PluginError(f"{path}: no such file (from {Path.cwd()})")
+    module_name = f"plugin_{file.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise PluginError(f"{path}: is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look their module up
+    sys.path.insert(0, str(file.parent))
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        names = [key for key in vars(module) if not key.startswith("_")]
+        raise PluginError(f"{path}: defines no '{name}'; it has {', '.join(names) or 'nothing'}")
+    return getattr(module, name)
+
+
+def _top_level(statements: list[ast.stmt]) -> list[ast.stmt]:
+    """Statements of the module, those inside `if`, `try` and `with` included."""
+    found: list[ast.stmt] = []
+    for statement in statements:
+        found.append(statement)
+        if isinstance(statement, (ast.If, ast.Try, ast.With)):
+            children = ast.iter_child_nodes(statement)
+            found.extend(_top_level([child for child in children if isinstance(child, ast.stmt)]))
+    return found
+
+
+def _names(statement: ast.stmt) -> list[str]:
+    """Names that a statement binds."""
+    match statement:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+            return [alias.asname or alias.name for alias in aliases]
+        case ast.Assign(targets=targets):
+            return [target.id for target in targets if isinstance(target, ast.Name)]
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+    return []
