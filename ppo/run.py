@@ -32,7 +32,7 @@ from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
-SLICE_S = 0.5  # work between two polls of a long phase
+_END = object()
 # Index = code that is all-reduced by maximum; 0: go on.
 STOP_REASONS = ("", "SIGTERM", "SIGUSR1", "STOP file", "trainer.max_wall_time")
 
@@ -84,7 +84,7 @@ class Run:
                 self._open_folder(owned)
             except OSError as exception:
                 error = f"run folder {self.dir}: {exception}"
-            self.poll(done=True, error=error)
+            self._raise_gathered(error)
             owned.enter_context(self._signals)
             self._owned = owned.pop_all()
         logger.info("run folder %s", self.dir)
@@ -146,19 +146,27 @@ class Run:
         dist.all_reduce(state, dist.ReduceOp.MAX, group=self.mesh.host_group)
         waiting, failed, code = state.tolist()
         if failed:
-            errors: list[str | None] = [None] * dist.get_world_size(self.mesh.host_group)
-            dist.all_gather_object(errors, error, group=self.mesh.host_group)
-            raise RuntimeError(_message(errors))
+            self._raise_gathered(error)
         self._note_stop(code)
         if code:
             self.raise_stop()
         return not waiting
 
-    def drive(self, work: Iterator[object]) -> None:
-        """Collective: run `work` to its end on every rank, in slices between polls.
+    def agree(self, error: ValueError | None) -> None:
+        """Collective: raise ValueError on every rank if any rank has found bad input.
 
-        `work` yields at least every SLICE_S and calls nothing that other ranks would have to
-        join. It is closed when it is abandoned.
+        The message holds each different text once: every node may have found the same.
+        """
+        texts = self._gather(None if error is None else str(error))
+        if found := dict.fromkeys(text for text in texts if text is not None):
+            raise ValueError("\n".join(found)) from error
+
+    def drive(self, work: Iterator[object]) -> None:
+        """Collective: run `work` to its end on every rank, one step at a time, polls between.
+
+        `work` yields about every half second. All ranks take their n-th step between the same two
+        polls, so that a step may hold collectives, if the ranks that join them agree on the step.
+        It is closed when it is abandoned.
 
         Raises:
             what `poll` does; an exception in `work` becomes a RuntimeError on every rank.
@@ -169,7 +177,7 @@ class Run:
             while True:
                 if not finished:
                     try:
-                        finished = _run_slice(work)
+                        finished = next(work, _END) is _END
                     except Exception as exception:  # raised again by poll, on every rank
                         failure, finished = exception, True
                 if self.poll(finished, _describe(failure)):
@@ -213,6 +221,16 @@ class Run:
             )
             logger.error("failed at step %d: %s", self.step, reason)
 
+    def _raise_gathered(self, error: str | None) -> None:
+        """Collective: RuntimeError on every rank if any has an error."""
+        if message := _message(self._gather(error)):
+            raise RuntimeError(message)
+
+    def _gather(self, text: str | None) -> list[str | None]:
+        texts: list[str | None] = [None] * dist.get_world_size(self.mesh.host_group)
+        dist.all_gather_object(texts, text, group=self.mesh.host_group)
+        return texts
+
     def _own_stop_code(self) -> int:
         if self._signals.stop_signal is not None:
             return STOP_REASONS.index(self._signals.stop_signal)
@@ -227,15 +245,6 @@ class Run:
         if code and not self._stop_code:
             logger.info("stop requested by %s", STOP_REASONS[code])
         self._stop_code = max(code, self._stop_code)
-
-
-def _run_slice(work: Iterator[object]) -> bool:
-    """Advance `work` for about SLICE_S; whether it has ended."""
-    deadline, end = time.monotonic() + SLICE_S, object()
-    while time.monotonic() < deadline:
-        if next(work, end) is end:
-            return True
-    return False
 
 
 def _describe(exception: BaseException | None) -> str | None:
