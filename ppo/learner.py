@@ -1,4 +1,4 @@
-"""A model that learns: module, optimizer, learning rate and one optimizer step.
+"""Models between uses, and a model that learns: optimizer, learning rate, one optimizer step.
 
 Knows neither losses nor batches. Gradients come from whoever ran backward.
 """
@@ -21,34 +21,50 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Learner:
-    """An FSDP2 module and its AdamW; both may rest on the host between uses."""
+class Frozen:
+    """An FSDP2 module that only runs forward; it may rest on the host between uses."""
+
+    module: nn.Module
+    device: torch.device
+    param_offload: bool = False
+
+    @contextmanager
+    def on_device(self) -> Iterator[nn.Module]:
+        """Bring parameters that rest on the host to the device, and send them back afterwards."""
+        if self.param_offload:
+            reload_module(self.module, self.device)
+        try:
+            yield self.module
+        finally:
+            if self.param_offload:
+                offload_module(self.module)
+
+
+@dataclass(kw_only=True)
+class Learner(Frozen):
+    """An FSDP2 module with its AdamW, whose state may rest on the host between updates."""
 
     name: str
-    module: nn.Module
     optimizer: torch.optim.AdamW
     optim: OptimConfig
     grad_clip: float
     total_steps: int
-    device: torch.device
-    param_offload: bool = False
+    """iterations of the run, for the schedule"""
     optimizer_offload: bool = False
 
     @contextmanager
-    def on_device(self, *, optimizer: bool = False) -> Iterator[nn.Module]:
-        """Bring what rests on the host to the device, and send it back afterwards."""
-        self.module.train(optimizer)
-        if self.param_offload:
-            reload_module(self.module, self.device)
-        if optimizer and self.optimizer_offload:
-            reload_optimizer(self.optimizer, self.device)
-        try:
-            yield self.module
-        finally:
-            if optimizer and self.optimizer_offload:
-                offload_optimizer(self.optimizer)
-            if self.param_offload:
-                offload_module(self.module)
+    def updating(self) -> Iterator[nn.Module]:
+        """As `on_device`, with the optimizer state, in training mode."""
+        with self.on_device() as module:
+            if self.optimizer_offload:
+                reload_optimizer(self.optimizer, self.device)
+            module.train()
+            try:
+                yield module
+            finally:
+                module.eval()
+                if self.optimizer_offload:
+                    offload_optimizer(self.optimizer)
 
     def set_lr(self, step: int) -> float:
         """Set and return the learning rate of PPO iteration `step` (1-based)."""

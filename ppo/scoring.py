@@ -1,11 +1,10 @@
-"""Forward-only passes over the rollout batch, and the rewards of its samples.
+"""Forward-only passes over the rollout batch.
 
 Owns how a batch is run through a model without gradients and how results come back to every rank.
 Knows no loss and no optimizer; the order of the steps is train_ppo.py's alone.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +13,8 @@ from torch import Tensor, nn
 
 from ppo.batch import Budget, MicroBatch, RolloutBatch, make_micro_batch, partition
 from ppo.metrics import Metrics
-from ppo.rewards.pool import RewardPool, RewardRequest
 from ppo.run import Run
 from sharding.mesh import Mesh
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,78 +123,3 @@ def response_values(
     return _forward_all(
         module, batch, [everything], batcher, run, lambda m, micro: (m(**micro.inputs),)
     )[0]
-
-
-def score_samples(
-    batch: RolloutBatch,
-    texts: Sequence[str],
-    *,
-    pool: RewardPool | None,
-    run: Run,
-    max_failed_fraction: float,
-    metrics: Metrics,
-) -> None:
-    """Fill batch.scores and mask out samples whose reward failed.
-
-    Every node scores its share: the pool lives on local rank 0 (None elsewhere). Raises
-    RuntimeError on all ranks when more than `max_failed_fraction` of the samples failed.
-    """
-    mesh = run.mesh
-    share = range(mesh.node_rank, len(texts), mesh.dims.nodes) if pool else range(0)
-    requests = [_request(batch, texts, i) for i in share]
-    results: dict[int, object] = {}
-
-    def work() -> Iterator[None]:
-        if pool is None:
-            return
-        job = pool.submit(requests)
-        while not job.poll(0.5):
-            yield
-        results.update(zip(share, job.results, strict=True))
-
-    run.drive(work())
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, results, group=mesh.host_group)
-    merged = {index: result for part in gathered for index, result in part.items()}
-    failures = {i: r for i, r in merged.items() if r.failed}
-    for index, result in merged.items():
-        if result.failed:
-            batch.failed[index] = True
-            batch.response_mask[index] = False
-        else:
-            batch.scores[index] = result.score
-            for name, value in result.extra.items():
-                metrics.add(f"reward/{name}", value, 1)
-    metrics.set("reward/failed", sum(r.failed != "timeout" for r in failures.values()))
-    metrics.set("reward/timeout", sum(r.failed == "timeout" for r in failures.values()))
-    _report_failures(failures, len(texts), max_failed_fraction)
-
-
-def _request(batch: RolloutBatch, texts: Sequence[str], index: int) -> RewardRequest:
-    prompt = batch.prompts[index]
-    return RewardRequest(
-        data_source=prompt.data_source,
-        solution_str=texts[index],
-        ground_truth=prompt.ground_truth,
-        extra_info=prompt.extra_info,
-        prompt=prompt.messages,
-    )
-
-
-def _report_failures(failures: dict, total: int, max_failed_fraction: float) -> None:
-    if not failures:
-        return
-    index, first = next(iter(sorted(failures.items())))
-    logger.warning(
-        "the reward of %d of %d samples failed; sample %d (%s):\n%s",
-        len(failures),
-        total,
-        index,
-        first.failed,
-        first.traceback,
-    )
-    if len(failures) > max_failed_fraction * total:
-        raise RuntimeError(
-            f"the reward failed for {len(failures)} of {total} samples, more than "
-            f"reward.max_failed_fraction = {max_failed_fraction}; first: {first.traceback}"
-        )

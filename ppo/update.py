@@ -15,7 +15,7 @@ from ppo.batch import MicroBatch, RolloutBatch, mini_batches
 from ppo.config import ActorConfig, Config
 from ppo.kl import kl_estimate
 from ppo.learner import Learner
-from ppo.losses import policy_loss, token_weights, value_loss
+from ppo.losses import policy_loss, rollout_mismatch, token_weights, value_loss
 from ppo.metrics import Metrics
 from ppo.scoring import Batcher
 
@@ -77,18 +77,12 @@ def _parts(
 
 
 def update_actor(
-    actor: Learner,
-    batch: RolloutBatch,
-    *,
-    config: Config,
-    batcher: Batcher,
-    metrics: Metrics,
-    step: int,
+    actor: Learner, batch: RolloutBatch, config: Config, batcher: Batcher, metrics: Metrics, step: int
 ) -> None:
     """PPO's clipped policy update (arXiv 1707.06347, eq. 7) over all epochs and mini-batches."""
     section = config.actor
     metrics.set("actor/lr", actor.set_lr(step))
-    with actor.on_device(optimizer=True):
+    with actor.updating():
         for epoch in range(section.ppo_epochs):
             for indices in epoch_mini_batches(
                 batch, section, seed=config.trainer.seed, step=step, epoch=epoch
@@ -124,8 +118,8 @@ def _policy_objective(
         logprobs,
         old,
         micro.take(batch.advantages),
-        clip_low=section.clip_low,
-        clip_high=section.clip_high,
+        clip_low=section.clip_ratio_low,
+        clip_high=section.clip_ratio_high,
         clip_c=section.clip_ratio_c,
     )
     per_token = policy.loss
@@ -139,7 +133,10 @@ def _policy_objective(
     metrics.add("actor/ppo_kl_k3", kl_estimate(old, logprobs.detach(), "k3").sum(), count)
     if batch.old_logprobs is None:
         metrics.add("actor/entropy", scores.entropy.detach().sum(), count)
-        _log_mismatch(old, micro.take(batch.rollout_logprobs), metrics)
+        everything = torch.ones_like(micro.labels, dtype=torch.bool)
+        mismatch = rollout_mismatch(old, micro.take(batch.rollout_logprobs), everything)
+        metrics.add("training/rollout_probs_diff_mean", mismatch.mean * count, count)
+        metrics.maximum("training/rollout_probs_diff_max", mismatch.max)
     if section.entropy_coeff != 0:
         loss = loss - section.entropy_coeff * (scores.entropy * part.weights).sum()
     if section.use_kl_loss:
@@ -151,27 +148,13 @@ def _policy_objective(
     return loss
 
 
-def _log_mismatch(logprobs: Tensor, rollout_logprobs: Tensor, metrics: Metrics) -> None:
-    """Difference of probabilities between trainer and engine, [K] each."""
-    if logprobs.numel():
-        difference = (logprobs.exp() - rollout_logprobs.exp()).abs()
-        metrics.add("training/rollout_probs_diff_mean", difference.sum(), difference.numel())
-        metrics.maximum("training/rollout_probs_diff_max", difference.max())
-
-
 def update_critic(
-    critic: Learner,
-    batch: RolloutBatch,
-    *,
-    config: Config,
-    batcher: Batcher,
-    metrics: Metrics,
-    step: int,
+    critic: Learner, batch: RolloutBatch, config: Config, batcher: Batcher, metrics: Metrics, step: int
 ) -> None:
     """Clipped value regression to the returns, over all epochs and mini-batches."""
     section = config.critic
     metrics.set("critic/lr", critic.set_lr(step))
-    with critic.on_device(optimizer=True) as module:
+    with critic.updating() as module:
         for epoch in range(section.ppo_epochs):
             for indices in epoch_mini_batches(
                 batch, section, seed=config.trainer.seed, step=step, epoch=epoch

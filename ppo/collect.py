@@ -1,0 +1,154 @@
+"""Prompts in, scored samples out: the engine, the texts, and the rewards between them.
+
+Owns steps 1 and 2 of an iteration, which training, validation and rollout.py share. Must not know
+training. Every method is called by every rank and leaves the same batch on each.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from ppo.batch import RolloutBatch, make_batch
+from ppo.config import Config
+from ppo.data.dataset import Prompt
+from ppo.engines.contract import Engine, SamplingParams
+from ppo.learner import Learner
+from ppo.metrics import Metrics
+from ppo.rewards.pool import RewardPool, RewardRequest, RewardResult
+from ppo.run import Run
+from rollout import generate
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collector:
+    """One engine per rollout group, one reward pool per node."""
+
+    config: Config
+    run: Run
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    pool: RewardPool | None
+    """on local rank 0 of each node, None elsewhere"""
+    stop_token_ids: tuple[int, ...]
+
+    @contextmanager
+    def awake(self, learner: Learner, metrics: Metrics) -> Iterator[None]:
+        """The engine with the learner's weights; its memory is given back afterwards."""
+        try:
+            with metrics.timed("reshard"), learner.on_device() as module:
+                self.run.drive(self.engine.wake(module))
+            yield
+        finally:
+            with metrics.timed("release"):
+                self.engine.release()
+        for name, value in self.engine.stats.items():
+            metrics.add(name, value, 1)
+
+    def training_params(self, step: int) -> SamplingParams:
+        """Sampling of iteration `step`."""
+        rollout = self.config.rollout
+        return self._params(
+            step, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
+        )
+
+    def validation_params(self, step: int) -> SamplingParams:
+        """Sampling of the validation after `step` iterations."""
+        val = self.config.rollout.val_kwargs
+        return self._params(step, temperature=val.temperature, top_p=val.top_p, top_k=-1)
+
+    def _params(
+        self, step: int, *, temperature: float, top_p: float, top_k: int
+    ) -> SamplingParams:
+        return SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_new_tokens=self.config.data.max_response_length,
+            stop=tuple(self.config.rollout.stop),
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.config.rollout.ignore_eos,
+            seed=self.config.trainer.seed,
+            step=step,
+        )
+
+    def sample(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> RolloutBatch:
+        """n responses to each prompt, in prompt-major order."""
+        return make_batch(prompts, generate(self.engine, prompts, params, n=n, run=self.run))
+
+    def texts(self, batch: RolloutBatch) -> list[str]:
+        """The responses as text, special tokens left out; B entries."""
+        return self.tokenizer.batch_decode(batch.response_ids, skip_special_tokens=True)
+
+    def score(self, batch: RolloutBatch, metrics: Metrics) -> None:
+        """Fill batch.scores; a sample whose reward failed is masked out and counted.
+
+        Every node scores its share. Raises RuntimeError on all ranks when more than
+        reward.max_failed_fraction of the samples failed.
+        """
+        results = self._results(batch)
+        for index, result in enumerate(results):
+            if result.score is None:
+                batch.failed[index] = True
+                batch.response_mask[index] = False
+                continue
+            batch.scores[index] = result.score
+            for name, value in result.extra.items():
+                metrics.add(f"reward/{name}", value, 1)
+        failures = [r for r in results if r.failed]
+        metrics.set("reward/failed", sum(r.failed != "timeout" for r in failures))
+        metrics.set("reward/timeout", sum(r.failed == "timeout" for r in failures))
+        self._report(failures, len(results))
+
+    def _results(self, batch: RolloutBatch) -> list[RewardResult]:
+        """Results of all samples, in order, on every rank."""
+        mesh, texts = self.run.mesh, self.texts(batch)
+        share = range(mesh.node_rank, len(texts), mesh.dims.nodes) if self.pool else range(0)
+        mine: dict[int, RewardResult] = {}
+
+        def work() -> Iterator[None]:
+            if self.pool is None:
+                return
+            job = self.pool.submit([_request(batch, texts, index) for index in share])
+            while not job.poll(0.5):
+                yield
+            mine.update(zip(share, job.results, strict=True))
+
+        self.run.drive(work())
+        parts: list[dict[int, RewardResult]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(parts, mine, group=mesh.host_group)
+        merged = {index: result for part in parts for index, result in part.items()}
+        return [merged[index] for index in range(len(texts))]
+
+    def _report(self, failures: list[RewardResult], total: int) -> None:
+        if not failures:
+            return
+        logger.warning(
+            "the reward of %d of %d samples failed and they are masked out; the first (%s): %s",
+            len(failures),
+            total,
+            failures[0].failed,
+            failures[0].traceback,
+        )
+        limit = self.config.reward.max_failed_fraction
+        if len(failures) > limit * total:
+            raise RuntimeError(
+                f"the reward failed for {len(failures)} of {total} samples, more than "
+                f"reward.max_failed_fraction = {limit}; the first: {failures[0].traceback}"
+            )
+
+
+def _request(batch: RolloutBatch, texts: Sequence[str], index: int) -> RewardRequest:
+    prompt = batch.prompts[index]
+    return RewardRequest(
+        data_source=prompt.data_source,
+        solution_str=texts[index],
+        ground_truth=prompt.ground_truth,
+        extra_info=prompt.extra_info,
+        prompt=prompt.messages,
+    )

@@ -1,0 +1,313 @@
+"""Pieces of a run, built from its configuration; train_ppo.py and rollout.py share them.
+
+Owns construction only: no loop, no order of steps. Every rank calls everything here.
+"""
+
+import logging
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from ppo.batch import Budget
+from ppo.check import check_config, check_files
+from ppo.collect import Collector
+from ppo.config import Config, ConfigError, FsdpConfig, Problem
+from ppo.data.dataset import Prompt, build_dataset
+from ppo.data.sampler import PromptSampler
+from ppo.data.tokenizer import load_tokenizer
+from ppo.engines.contract import stop_token_ids
+from ppo.learner import Frozen, Learner, make_optimizer
+from ppo.models import build_causal_lm, build_value_model, load_hf_config
+from ppo.rewards.pool import RewardPool
+from ppo.run import Run
+from ppo.scoring import Batcher
+from ppo.tiny import build_tiny_model
+from ppo.tracking import Tracker
+from rollout import build_engine
+from sharding.checkpoint import Checkpointer
+from sharding.mesh import build_mesh, init_distributed
+
+logger = logging.getLogger(__name__)
+
+EXIT_CONFIG = 2
+"""exit code for wrong configuration or data"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What torchrun tells a process; plain python is a world of one rank."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    ranks_per_node: int = 1
+    restart_count: int = 0
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> "Launch":
+        """Read torchrun's variables."""
+        return cls(
+            rank=int(env.get("RANK", 0)),
+            local_rank=int(env.get("LOCAL_RANK", 0)),
+            world_size=int(env.get("WORLD_SIZE", 1)),
+            ranks_per_node=int(env.get("LOCAL_WORLD_SIZE", 1)),
+            restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        )
+
+
+    def problems(self, config: Config) -> list[Problem]:
+        """Whatever is wrong with a configuration for this world and on this machine."""
+        size, per_node = self.world_size, self.ranks_per_node
+        return [
+            *check_config(config, world_size=size, ranks_per_node=per_node),
+            *check_files(config),
+        ]
+
+    def report(self, error: ValueError) -> int:
+        """Say once what is wrong with the user's input; the exit code."""
+        if self.rank == 0 and self.restart_count == 0:
+            sys.stderr.write(f"{error}\n")
+        return EXIT_CONFIG
+
+
+def pick_device(config: Config, local_rank: int) -> torch.device:
+    """The device of this rank: `trainer.device`, where auto is CUDA if there is one."""
+    cuda = torch.cuda.is_available()
+    if config.trainer.device == "cuda" and not cuda:
+        raise ConfigError(
+            [Problem("trainer.device", "cuda", "torch sees no CUDA device", "use auto or cpu")]
+        )
+    if config.trainer.device == "cpu" or not cuda:
+        return torch.device("cpu")
+    # a launcher that shows each rank its own device only (Slurm --gpus-per-task): number 0
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+@contextmanager
+def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator[Run]:
+    """The process group, the meshes, and the run folder with its logs and status."""
+    device = pick_device(config, launch.local_rank)
+    seed = config.trainer.seed + launch.rank  # dropout and the like; sampling has its own noise
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if config.trainer.deterministic:
+        torch.use_deterministic_algorithms(True)
+    with init_distributed(
+        device,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout_s=config.trainer.comm_timeout_s,
+    ):
+        mesh = build_mesh(config.dims(launch.world_size, launch.ranks_per_node), device)
+        with Run(config, mesh, command=command, restart_count=launch.restart_count) as run:
+            yield run
+
+
+def model_folder(path: str, run: Run) -> Path:
+    """The folder of a model: as given, from the hub, or `tiny` built into the run folder."""
+    if path == "tiny":
+        return build_tiny_model(run.dir / "tiny_model")
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    if run.mesh.local_rank != 0:  # one download per node, then the others find it
+        dist.barrier(run.mesh.host_group)
+    folder = snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"])
+    if run.mesh.local_rank == 0:
+        dist.barrier(run.mesh.host_group)
+    return Path(folder)
+
+
+class Prompts(NamedTuple):
+    """Tokenizer and prompts of a run; val is empty without data.val_files."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: Sequence[Prompt]
+    val: Sequence[Prompt]
+
+    def sampler(self, config: Config) -> PromptSampler:
+        """The order of the training prompts."""
+        return PromptSampler(
+            self.train,
+            batch_size=config.data.train_batch_size,
+            shuffle=config.data.shuffle,
+            seed=config.data.seed,
+            drop_last=config.data.drop_last,
+        )
+
+
+def load_prompts(config: Config, run: Run) -> Prompts:
+    """Load the tokenizer and all prompts. Raises DataError, on every rank alike."""
+    tokenizer = load_tokenizer(
+        model_folder(config.model.tokenizer_path, run),
+        trust_remote_code=config.model.trust_remote_code,
+        custom_chat_template=config.model.custom_chat_template,
+    )
+    need_source = config.reward.function.path is None
+    train, val = (
+        build_dataset(files, tokenizer, config.data, split=split, need_data_source=need_source)
+        if files
+        else []
+        for files, split in ((config.data.train_files, "train"), (config.data.val_files, "val"))
+    )
+    return Prompts(tokenizer, train, val)
+
+
+@contextmanager
+def open_collector(config: Config, run: Run, prompts: Prompts) -> Iterator[Collector]:
+    """Start the reward processes and the engine. A reward that cannot work raises on every rank."""
+    with ExitStack() as owned:
+        pool, error = None, None
+        if run.mesh.local_rank == 0:
+            try:
+                pool = owned.enter_context(RewardPool(config.reward))
+                pool.probe([*prompts.train, *prompts.val])
+            except ValueError as problem:
+                error = problem
+        run.agree(error)
+        folder = model_folder(config.model.path, run)
+        engine = build_engine(config, run.mesh, folder, prompts.tokenizer, run.dir)
+        owned.callback(engine.close)
+        generation = (
+            GenerationConfig.from_pretrained(folder)
+            if (folder / "generation_config.json").is_file()
+            else None
+        )
+        yield Collector(
+            config=config,
+            run=run,
+            engine=engine,
+            tokenizer=prompts.tokenizer,
+            pool=pool,
+            stop_token_ids=stop_token_ids(prompts.tokenizer, generation),
+        )
+
+
+class Models(NamedTuple):
+    """What is trained, and what it is compared with; None where the algorithm has no use for it."""
+
+    actor: Learner
+    critic: Learner | None
+    ref: Frozen | None
+
+    def trained(self) -> dict[str, Learner]:
+        """The models of a checkpoint."""
+        return {m.name: m for m in (self.actor, self.critic) if m is not None}
+
+
+def build_models(config: Config, run: Run, total_steps: int) -> Models:
+    """Actor, critic and reference, each rank loading its own shards."""
+    folder = model_folder(config.model.path, run)
+    master = getattr(torch, config.model.dtype)
+    trained = {
+        "model_config": config.model,
+        "checkpointing": config.model.enable_gradient_checkpointing,
+        "forward_only": False,
+        "dtype": master,
+    }
+    aligned = _is_row_parallel if config.parallel.align_to_rollout else None
+    actor = build_causal_lm(
+        folder, run.mesh, fsdp_config=config.actor.fsdp, shard_dim1=aligned, **trained
+    )
+    critic = ref = None
+    if config.critic_enabled:
+        critic_folder = model_folder(config.critic.model.path, run)
+        module = build_value_model(
+            critic_folder, run.mesh, fsdp_config=config.critic.fsdp, **trained
+        )
+        critic = _learner("critic", module, config, run, total_steps)
+    if config.ref_enabled:
+        param_dtype = config.ref.fsdp.mixed_precision.param_dtype
+        module = build_causal_lm(
+            folder,
+            run.mesh,
+            model_config=config.model,
+            fsdp_config=config.ref.fsdp,
+            checkpointing=False,
+            forward_only=True,
+            dtype=getattr(torch, param_dtype),
+        )
+        ref = Frozen(module=module, device=run.mesh.device, param_offload=True)
+    return Models(_learner("actor", actor, config, run, total_steps), critic, ref)
+
+
+def _is_row_parallel(name: str, parameter: nn.Parameter) -> bool:
+    """Whether tensor parallelism splits this weight on dim 1."""
+    return parameter.ndim == 2 and name.endswith(("o_proj.weight", "down_proj.weight"))
+
+
+def _learner(name: str, module: nn.Module, config: Config, run: Run, total_steps: int) -> Learner:
+    section = config.actor if name == "actor" else config.critic
+    return Learner(
+        name=name,
+        module=module,
+        optimizer=make_optimizer(module, section.optim, run.mesh.device),
+        optim=section.optim,
+        grad_clip=section.grad_clip,
+        total_steps=total_steps,
+        device=run.mesh.device,
+        param_offload=section.fsdp.param_offload,
+        optimizer_offload=section.fsdp.optimizer_offload,
+    )
+
+
+class Batchers(NamedTuple):
+    """How sequences are laid out for each pass."""
+
+    actor: Batcher
+    critic: Batcher
+    ref: Batcher
+
+
+def make_batchers(config: Config, run: Run, prompts: Prompts, actor: Learner) -> Batchers:
+    """Budgets of the updates and of the forward-only pass of the reference."""
+    sp = run.mesh.dims.sp
+
+    def batcher(tokens: int, dynamic: bool, count: int | None) -> Batcher:
+        return Batcher(
+            mesh=run.mesh,
+            budget=Budget(
+                dp=run.mesh.dims.dp,
+                tokens=tokens * sp if dynamic else None,
+                count=None if dynamic else count,
+                padded=not config.model.use_remove_padding,
+                balance=config.trainer.balance_batch,
+                hidden_size=actor.module.config.hidden_size,
+            ),
+            packed=config.model.use_remove_padding,
+            pad_id=int(prompts.tokenizer.pad_token_id),
+        )
+
+    actor, critic = config.actor, config.critic
+    return Batchers(
+        *(
+            batcher(s.ppo_max_token_len_per_gpu, s.use_dynamic_bsz, s.ppo_micro_batch_size_per_gpu)
+            for s in (actor, critic)
+        ),
+        batcher(
+            config.ref.log_prob_max_token_len_per_gpu,
+            actor.use_dynamic_bsz,
+            actor.ppo_micro_batch_size_per_gpu,
+        ),
+    )
+
+
+def total_steps_of(config: Config, sampler: PromptSampler) -> int:
+    """Iterations of the run: trainer.total_training_steps, else all of trainer.total_epochs."""
+    epochs = config.trainer.total_epochs * len(sampler)
+    return config.trainer.total_training_steps or epochs
+
+
+def open_tracker(config: Config, run: Run) -> Tracker:
+    """Where metrics and samples go; rank 0 writes."""
+    return Tracker(run.dir, enabled=run.mesh.rank == 0, loggers=config.trainer.logger)

@@ -1,0 +1,188 @@
+"""What is logged of a rollout batch and of a step. Every rank computes the same numbers."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ppo.batch import RolloutBatch, assign
+from ppo.collect import Collector
+from ppo.config import Config
+from ppo.data.dataset import Prompt
+from ppo.flops import ModelSize, batch_flops, utilisation
+from ppo.learner import Learner
+from ppo.losses import rollout_mismatch
+from ppo.metrics import Metrics, timing_shares
+from ppo.scoring import Batcher
+from ppo.tracking import Tracker
+from sharding.mesh import Mesh
+
+TRAIN_SAMPLES = 4
+"""training samples of each step that are kept as text"""
+
+
+def _spread(metrics: Metrics, name: str, values: Tensor) -> None:
+    """Set NAME/mean, max and min of a non-empty tensor."""
+    if values.numel():
+        values = values.float()
+        for kind, value in (
+            ("mean", values.mean()),
+            ("max", values.max()),
+            ("min", values.min()),
+        ):
+            metrics.set(f"{name}/{kind}", value.item())
+
+
+def summarise_batch(batch: RolloutBatch, batcher: Batcher, metrics: Metrics) -> None:
+    """Lengths, rewards, advantages, values, and the mismatch of engine and trainer."""
+    mask = batch.response_mask
+    _spread(metrics, "response_length", torch.tensor([len(r) for r in batch.response_ids]))
+    clipped = [reason == "length" for reason in batch.finish_reasons]
+    metrics.set("response_length/clip_ratio", sum(clipped) / len(clipped))
+    _spread(metrics, "prompt_length", torch.tensor(batch.prompt_lengths))
+    _spread(metrics, "critic/score", batch.scores[~batch.failed])
+    if batch.rewards is not None:
+        _spread(metrics, "critic/rewards", batch.rewards.sum(-1)[~batch.failed])
+    for name in ("advantages", "returns", "values"):
+        tensor = getattr(batch, name)
+        if tensor is not None:
+            _spread(metrics, f"critic/{name}", tensor[mask])
+    if batch.returns is not None and batch.values is not None and mask.sum() > 1:
+        errors, returns = (batch.returns - batch.values)[mask], batch.returns[mask]
+        explained = 1 - errors.var() / returns.var().clamp(min=1e-12)
+        metrics.set("critic/vf_explained_var", explained.item())
+    if batch.old_logprobs is not None:
+        mismatch = rollout_mismatch(batch.old_logprobs, batch.rollout_logprobs, mask)
+        metrics.set("training/rollout_probs_diff_mean", mismatch.mean.item())
+        metrics.set("training/rollout_probs_diff_max", mismatch.max.item())
+    _balance(batch, batcher, metrics)
+
+
+def _balance(batch: RolloutBatch, batcher: Batcher, metrics: Metrics) -> None:
+    """Tokens per dp rank: dealt out in order, and as assigned by cost."""
+    lengths, dp = batch.lengths, batcher.budget.dp
+    everything = range(len(lengths))
+    before = [sum(lengths[i] for i in everything[rank::dp]) for rank in range(dp)]
+    after = [sum(lengths[i] for i in part) for part in assign(lengths, everything, batcher.budget)]
+    metrics.set("global_seqlen/min", min(before))
+    metrics.set("global_seqlen/max", max(before))
+    metrics.set("global_seqlen/balanced_min", min(after))
+    metrics.set("global_seqlen/balanced_max", max(after))
+    metrics.set("perf/total_num_tokens", sum(lengths))
+
+
+def perf_metrics(
+    values: Mapping[str, float],
+    batch: RolloutBatch,
+    actor: Learner,
+    critic: Learner | None,
+    config: Config,
+    mesh: Mesh,
+) -> dict[str, float]:
+    """Throughput, utilisation, shares of time and memory, from the reduced values of a step."""
+    world_size, cuda = mesh.dims.world_size, mesh.device.type == "cuda"
+    device_name = torch.cuda.get_device_name(mesh.device) if cuda else "cpu"
+    tokens = values["perf/total_num_tokens"]
+    perf = timing_shares(dict(values))
+    perf["perf/throughput"] = tokens / values["timing_s/step"] / world_size
+    for learner, epochs in ((actor, config.actor.ppo_epochs), (critic, config.critic.ppo_epochs)):
+        if learner is not None:
+            perf |= utilisation(
+                learner.name,
+                batch_flops(_model_size(learner), batch.lengths, epochs=epochs),
+                seconds=values.get(f"timing_s/update_{learner.name}", 0.0),
+                num_devices=world_size,
+                device_name=device_name,
+            )
+    return perf
+
+
+def _model_size(learner: Learner) -> ModelSize:
+    hf = learner.module.config
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    return ModelSize(
+        num_params=sum(p.numel() for p in learner.module.parameters()),
+        num_layers=hf.num_hidden_layers,
+        num_heads=hf.num_attention_heads,
+        head_dim=head_dim,
+    )
+
+
+def memory_metrics(metrics: Metrics, device: torch.device) -> None:
+    """Peaks of this rank since the last call: device memory, and the process's on the host."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) / 2**30
+        metrics.maximum("perf/max_memory_allocated_gb", peak)
+        torch.cuda.reset_peak_memory_stats(device)
+    with open("/proc/self/status") as status:
+        kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    metrics.maximum("perf/cpu_memory_used_gb", kib / 2**20)
+
+
+def validate(
+    collector: Collector,
+    prompts: Sequence[Prompt],
+    actor: Learner,
+    tracker: Tracker,
+    metrics: Metrics,
+    *,
+    step: int,
+) -> None:
+    """Generate from held-out prompts, score, and set val-core/SOURCE/reward/mean@N."""
+    config = collector.config
+    n, size = config.rollout.val_kwargs.n, config.data.val_batch_size or len(prompts)
+    params = collector.validation_params(step)
+    ignored = Metrics()  # timings and rewards of validation are not the step's
+    everything = [prompts[i] for i in range(len(prompts))]
+    with collector.awake(actor, ignored):
+        batches = [
+            collector.sample(everything[start : start + size], params, n)
+            for start in range(0, len(everything), size)
+        ]
+    scores: dict[str, list[float]] = defaultdict(list)
+    rows = []
+    for batch in batches:
+        collector.score(batch, ignored)
+        rows += sample_rows(batch, collector)
+        for prompt, score, failed in zip(
+            batch.prompts, batch.scores.tolist(), batch.failed.tolist(), strict=True
+        ):
+            if not failed:
+                scores[prompt.data_source].append(score)
+    for source, values in sorted(scores.items()):
+        metrics.set(f"val-core/{source}/reward/mean@{n}", sum(values) / len(values))
+    tracker.samples(step, rows, split="val", num_text=config.trainer.log_val_generations)
+
+
+def sample_rows(batch: RolloutBatch, collector: Collector) -> list[dict[str, Any]]:
+    """One JSON-able row per sample."""
+    return [
+        {
+            "prompt": prompt.messages,
+            "response": text,
+            "score": None if failed else score,
+            "data_source": prompt.data_source,
+            "ground_truth": prompt.ground_truth,
+            "finish_reason": reason,
+        }
+        for prompt, text, score, failed, reason in zip(
+            batch.prompts,
+            collector.texts(batch),
+            batch.scores.tolist(),
+            batch.failed.tolist(),
+            batch.finish_reasons,
+            strict=True,
+        )
+    ]
+
+
+def log_samples(tracker: Tracker, collector: Collector, batch: RolloutBatch, step: int) -> None:
+    """A few training samples as text; lengths and scores as histograms."""
+    if dist.get_rank() == 0:
+        rows = sample_rows(batch, collector)
+        tracker.samples(step, rows[:TRAIN_SAMPLES], split="train", num_text=TRAIN_SAMPLES)
+        tracker.histogram(step, "response_length", [float(len(r)) for r in batch.response_ids])
+        tracker.histogram(step, "score", batch.scores[~batch.failed].tolist())

@@ -1,0 +1,325 @@
+"""KL-regularised PPO for language models; every rank runs this same program.
+
+    torchrun --nproc_per_node=8 train_ppo.py --config ppo.yaml [key.sub=value ...]
+    python train_ppo.py --config ppo.yaml --check        # mesh, batch arithmetic, memory; no GPU
+
+One iteration, on every rank, in this order (the numbers of the README's figure):
+
+    1 generate    the engine gets the actor's weights, samples, and gives its memory back
+    2 score       rewards; a sample whose reward failed is masked out
+    3 log-probs   old (actor) and ref log-probs, values (critic): forward passes only
+    4 advantages  KL penalty in the reward, then GAE or GRPO, over the whole batch
+    5 critic      mini-batches -> micro-batches -> one optimizer step each
+    6 actor       the same, with the clipped policy loss
+    7 finish      log, maybe validate, maybe save
+
+Every rank holds the whole rollout batch on its host, so steps 2 and 4 give the same numbers
+everywhere; only forward and backward passes run on a rank's share. Everything that must survive a
+restart is in TrainState: sampling noise, shuffles and schedules are functions of (seed, step).
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ppo.advantages import gae, grpo, masked_mean, masked_whiten
+from ppo.batch import RolloutBatch
+from ppo.config import Config, ConfigError, load_config, to_yaml
+from ppo.config.cli import parse_args
+from ppo.data.sampler import PromptSampler
+from ppo.kl import FixedKLController, kl_estimate, make_kl_controller, token_rewards
+from ppo.losses import effective_sample_size, rollout_weights
+from ppo.metrics import Metrics
+from ppo.run import Run, StopRequested
+from ppo.scoring import response_logprobs, response_values
+from ppo.setup import (
+    Launch,
+    Models,
+    build_models,
+    load_prompts,
+    make_batchers,
+    open_checkpoints,
+    open_collector,
+    open_run,
+    open_tracker,
+    total_steps_of,
+)
+from ppo.summary import log_samples, perf_metrics, summarise_batch, validate
+from ppo.update import epoch_mini_batches, needs_old_logprobs, update_actor, update_critic
+from sharding.checkpoint import Checkpointer
+
+logger = logging.getLogger("train_ppo")
+
+
+@dataclass
+class TrainState:
+    """What a restart needs besides tensors: JSON, the same on every rank."""
+
+    sampler: PromptSampler
+    kl_controller: FixedKLController
+    step: int = 0
+    """iterations done"""
+    position: dict[str, Any] | None = None
+    """where the sampler stood after them; None = at its start"""
+    saved_step: int = 0
+    """iterations in the newest checkpoint; not part of the state"""
+
+    def commit(self) -> None:
+        """End an iteration: only now do its prompts count as used."""
+        self.step += 1
+        self.position = self.sampler.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state at the last iteration boundary."""
+        return {
+            "step": self.step,
+            "sampler": self.position,
+            "kl_controller": self.kl_controller.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the iteration that the checkpoint ended with."""
+        self.step, self.position = state["step"], state["sampler"]
+        if self.position is not None:
+            self.sampler.load_state_dict(self.position)
+        self.kl_controller.load_state_dict(state["kl_controller"])
+
+
+def train(config: Config, run: Run) -> None:
+    """Set up, then the loop. Runs on every rank with the process group up."""
+    with ExitStack() as owned:
+        prompts = load_prompts(config, run)
+        sampler = prompts.sampler(config)
+        total_steps = total_steps_of(config, sampler)
+        collector = owned.enter_context(open_collector(config, run, prompts))
+        models = actor, critic, ref = build_models(config, run, total_steps)
+        batchers = make_batchers(config, run, prompts, actor)
+        tracker = owned.enter_context(open_tracker(config, run))
+        checkpoints = owned.enter_context(open_checkpoints(config, run))
+        state = TrainState(sampler, make_kl_controller(config.algorithm.kl_ctrl))
+        resume(config, run, checkpoints, models, state)
+        tracker.truncate(state.step or -1)
+
+        def test(metrics: Metrics) -> None:
+            try:
+                with metrics.timed("testing"):
+                    validate(collector, prompts.val, actor, tracker, metrics, step=state.step)
+            except StopRequested:
+                logger.info("validation abandoned: a stop is requested")
+
+        def save(metrics: Metrics, values: Mapping[str, float]) -> None:
+            with metrics.timed("save_checkpoint"):
+                save_checkpoint(config, checkpoints, models, state, values)
+
+        def save_if_stopped(kind: type[BaseException] | None, *_: object) -> None:
+            if kind is StopRequested and state.step > state.saved_step:
+                save(Metrics(), {})
+
+        owned.push(save_if_stopped)
+        metrics = Metrics(run.mesh.device)
+        if prompts.val and state.step == 0 and config.trainer.val_before_train:
+            test(metrics)
+            tracker.log(0, metrics.reduce(run.mesh.host_group))
+            metrics = Metrics(run.mesh.device)
+        if config.trainer.val_only:
+            return
+
+        while state.step < total_steps:
+            step = state.step + 1
+            with metrics.timed("step"):
+                # 1 generate: weights go to the engine, whose memory comes back afterwards
+                with metrics.timed("gen"), collector.awake(actor, metrics):
+                    params = collector.training_params(step)
+                    batch = collector.sample(sampler.next_batch(), params, config.rollout.n)
+                # 2 score
+                with metrics.timed("reward"):
+                    collector.score(batch, metrics)
+                # 3 log-probs and values
+                add_scores(batch, models, batchers, config, run, metrics, step)
+                # 4 advantages
+                with metrics.timed("adv"):
+                    add_advantages(batch, config, state.kl_controller, metrics)
+                # 5 critic
+                if critic is not None:
+                    with metrics.timed("update_critic"):
+                        update_critic(critic, batch, config, batchers.critic, metrics, step)
+                # 6 actor
+                if step > config.trainer.critic_warmup:
+                    with metrics.timed("update_actor"):
+                        update_actor(actor, batch, config, batchers.actor, metrics, step)
+            # 7 finish: from here on the iteration counts
+            state.commit()
+            run.status("running", step)
+            summarise_batch(batch, batchers.actor, metrics)
+            if prompts.val and due(step, config.trainer.test_freq, total_steps):
+                test(metrics)
+            values = metrics.reduce(run.mesh.host_group)
+            values |= perf_metrics(values, batch, models.actor, models.critic, config, run.mesh)
+            tracker.log(step, values)
+            log_samples(tracker, collector, batch, step)
+            metrics = Metrics(run.mesh.device)  # the save's time goes into the next row
+            if due(step, config.trainer.save_freq, total_steps):
+                save(metrics, values)
+            if run.should_stop():
+                run.raise_stop()
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Whether something that happens every so many steps (0, -1: never) is due; always at last."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def add_scores(
+    batch: RolloutBatch,
+    models: Models,
+    batchers: Batchers,
+    config: Config,
+    run: Run,
+    metrics: Metrics,
+    step: int,
+) -> None:
+    """Forward passes without gradients: old and ref log-probs, values.
+
+    The old log-probs use the partition of the update, so that its first ratio is exactly 1.
+    """
+    actor, critic, ref = models
+    temperature = config.rollout.temperature
+    everything = [list(range(len(batch.prompts)))]
+    parts = epoch_mini_batches(batch, config.actor, seed=config.trainer.seed, step=step)
+    if needs_old_logprobs(config, len(parts)):
+        with metrics.timed("old_log_prob"), actor.on_device() as module:
+            batch.old_logprobs = response_logprobs(
+                module,
+                batch,
+                parts,
+                batcher=batchers.actor,
+                run=run,
+                temperature=temperature,
+                metrics=metrics,
+            )
+    if ref is not None:
+        with metrics.timed("ref"), ref.on_device() as module:
+            batch.ref_logprobs = response_logprobs(
+                module, batch, everything, batcher=batchers.ref, run=run, temperature=temperature
+            )
+    if critic is not None:
+        with metrics.timed("values"), critic.on_device() as module:
+            batch.values = response_values(module, batch, batcher=batchers.critic, run=run)
+
+
+def add_advantages(
+    batch: RolloutBatch, config: Config, controller: FixedKLController, metrics: Metrics
+) -> None:
+    """KL penalty in the reward, then advantages: the same on every rank, from all samples."""
+    algorithm, mask = config.algorithm, batch.response_mask
+    kl = None
+    if batch.ref_logprobs is not None and batch.old_logprobs is not None:
+        k3 = kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k3")
+        metrics.set("actor/ref_kl", masked_mean(k3, mask).item())
+        if algorithm.use_kl_in_reward:
+            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.kl_penalty)
+            metrics.set("actor/reward_kl_penalty", masked_mean(kl, mask).item())
+            metrics.set("actor/kl_coef", controller.value)
+    batch.rewards = token_rewards(batch.scores, kl, mask, kl_coef=controller.value)
+    if kl is not None:
+        controller.update(masked_mean(kl, mask).item(), len(batch.prompts))
+    if algorithm.adv_estimator == "gae":
+        assert batch.values is not None
+        advantages, batch.returns = gae(
+            batch.rewards, batch.values, mask, gamma=algorithm.gamma, lam=algorithm.lam
+        )
+        batch.advantages = masked_whiten(advantages, mask)
+    else:
+        scored = ~batch.failed
+        per_sequence = torch.zeros(len(scored))
+        per_sequence[scored] = grpo(
+            batch.rewards.sum(-1)[scored],
+            batch.group_ids[scored],
+            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        )
+        batch.advantages = per_sequence[:, None] * mask  # [B, T]
+    correction = algorithm.rollout_correction
+    if correction.rollout_is is not None or correction.icepop is not None:
+        assert batch.old_logprobs is not None
+        weights = batch.loss_weights = rollout_weights(
+            batch.old_logprobs,
+            batch.rollout_logprobs,
+            mask,
+            level=correction.rollout_is,
+            threshold=correction.rollout_is_threshold,
+            icepop=correction.icepop,
+        )
+        metrics.set("rollout_corr/is_mean", masked_mean(weights, mask).item())
+        metrics.set("rollout_corr/is_max", weights.max().item())
+        share = effective_sample_size(weights, mask)
+        metrics.set("rollout_corr/eff_sample_size", share.item())
+
+
+def save_checkpoint(
+    config: Config,
+    checkpoints: Checkpointer,
+    models: Models,
+    state: TrainState,
+    values: Mapping[str, float],
+) -> None:
+    """Write the state at this iteration boundary; `values` may hold trainer.keep_best's metric."""
+    trained = models.trained()
+    checkpoints.save(
+        state.step,
+        {name: learner.module for name, learner in trained.items()},
+        {name: learner.optimizer for name, learner in trained.items()},
+        state.state_dict() | {"config": to_yaml(config)},
+        metric=values.get(config.trainer.keep_best or ""),
+    )
+    state.saved_step = state.step
+
+
+def resume(
+    config: Config, run: Run, checkpoints: Checkpointer, models: Models, state: TrainState
+) -> None:
+    """Load the newest complete checkpoint, or the one that is asked for, if any."""
+    mode = run.resume_mode
+    if mode == "disable":
+        return
+    folder = checkpoints.latest() if mode == "auto" else Path(mode)
+    if folder is None:
+        return
+    trained = models.trained()
+    saved = checkpoints.load(
+        folder,
+        {name: learner.module for name, learner in trained.items()},
+        {name: learner.optimizer for name, learner in trained.items()},
+    )
+    refuse_changed_config(config, saved["config"], folder)
+    state.load_state_dict(saved)
+    state.saved_step = state.step
+    run.status("running", state.step)
+    logger.info("resumed from %s after step %d", folder, state.step)
+
+
+@record
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 finished, stopped or checked; 2 wrong configuration or data."""
+    launch = Launch.from_env(os.environ)
+    try:
+        args = parse_args(sys.argv[1:] if argv is None else argv)
+        if args.check:
+            return run_check(args)
+        config = load_config(args.config, args.overrides, check=launch.check)
+        with open_run(config, launch, sys.argv) as run:
+            train(config, run)
+    except (ConfigError, DataError) as error:
+        return launch.report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
