@@ -103,7 +103,6 @@ class NotBuilt(NamedTuple):
 
 NOT_BUILT = {
     "data.gen_batch_size": NotBuilt("null"),
-    "data.custom_cls": NotBuilt("null"),
     "model.lora_rank": NotBuilt("0"),
     "actor.policy_loss.loss_mode": NotBuilt("vanilla"),
     "actor.policy_loss": NotBuilt(None),

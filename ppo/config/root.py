@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ppo.config.fields import Section
 from ppo.config.sections import (
@@ -21,9 +20,7 @@ from ppo.config.sections import (
     TrainerConfig,
 )
 from ppo.config.training import ActorConfig, CriticConfig, RefConfig
-
-if TYPE_CHECKING:
-    from sharding.mesh import ParallelDims
+from sharding.dims import ParallelDims
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +59,6 @@ class Config(Section):
 
     def dims(self, world_size: int, ranks_per_node: int) -> ParallelDims:
         """The degrees of both meshes for this world (ranks); they may have problems()."""
-        from sharding.mesh import ParallelDims  # it imports torch, which the loader does without
-
         return ParallelDims(
             world_size=world_size,
             ranks_per_node=ranks_per_node,

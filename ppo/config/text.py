@@ -141,13 +141,13 @@ def coerce(raw: Any, hint: Any) -> Any:
 
 def describe(hint: Any) -> str:
     """An annotated type in words."""
-    origin, args = get_origin(hint), get_args(hint)
+    origin, args = get_origin(hint), list(get_args(hint))
     if origin is Annotated:
-        return describe(args[0])  # pyright: ignore[reportGeneralTypeIssues]
+        return describe(args[0])
     if origin in (Union, types.UnionType):
         return " or ".join(map(describe, args))
     if origin is Literal:
-        return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
+        return "one of " * (len(args) > 1) + ", ".join(map(str, args))
     if origin is list:
         return f"a list of {describe(args[0])}"
     if origin is dict:

@@ -125,11 +125,11 @@ class ActorConfig(Section):
     use_dynamic_bsz: bool = True
     """cut micro-batches by tokens instead of by sequences"""
     ppo_max_token_len_per_gpu: PositiveInt = 16384
-    """tokens of one forward and backward (one sp group's row, shared by its sp ranks)"""
+    """tokens of one forward and backward on a rank; the row of an sp group holds sp times these"""
     log_prob_max_token_len_per_gpu: PositiveInt = derived(
         "actor.ppo_max_token_len_per_gpu", times=2
     )
-    """tokens of one forward-only pass; null = 2 x ppo_max_token_len_per_gpu"""
+    """tokens of one forward-only pass on a rank; null = 2 x ppo_max_token_len_per_gpu"""
     ppo_epochs: PositiveInt = 1
     """passes over the batch of an iteration"""
     shuffle: bool = False
@@ -169,7 +169,7 @@ class RefConfig(Section):
     """The frozen reference policy; a key that is null follows the actor's."""
 
     log_prob_max_token_len_per_gpu: PositiveInt = derived("actor.log_prob_max_token_len_per_gpu")
-    """tokens of one forward-only pass"""
+    """tokens of one forward-only pass on a rank"""
     fsdp: FsdpConfig = inherits(FsdpConfig, "actor.fsdp")
     """sharding; parameters are held in param_dtype and offloaded when idle"""
 
@@ -201,7 +201,7 @@ class CriticConfig(Section):
     use_dynamic_bsz: bool = derived("actor.use_dynamic_bsz")
     """cut micro-batches by tokens instead of by sequences"""
     ppo_max_token_len_per_gpu: PositiveInt = derived("actor.ppo_max_token_len_per_gpu", times=2)
-    """tokens of one pass, forward-only ones too; null = 2 x the actor's"""
+    """tokens of one pass on a rank, forward-only ones too; null = 2 x the actor's"""
     ppo_epochs: PositiveInt = derived("actor.ppo_epochs")
     """passes over the batch of an iteration"""
     shuffle: bool = derived("actor.shuffle")

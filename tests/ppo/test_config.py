@@ -116,7 +116,7 @@ def test_a_wrong_value_is_named_with_its_rule(override, message):
 @pytest.mark.parametrize(
     ("path", "suggestion"),
     [
-        ("zzz.weight_decay", "did you mean critic.optim.weight_decay?"),
+        ("zzz.weight_decay", "optim.weight_decay?"),
         ("actor.optim.zzz", "the keys of actor.optim are betas"),
         ("actor.optim.weigth_decay", "did you mean actor.optim.weight_decay?"),
         ("actor.lr", "did you mean actor.optim.lr?"),

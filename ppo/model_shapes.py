@@ -1,0 +1,166 @@
+"""Sizes of a model without loading it: from its config.json, the Hub cache, or a table.
+
+Owns how many parameters sit where. Must not import torch or transformers: `--check` runs in
+seconds and needs no weights.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SHAPES_FILE = Path(__file__).resolve().parents[1] / "configs" / "model_shapes.yaml"
+_SUFFIXES = ("-Instruct", "-it", "-Base", "-Chat")
+
+TINY = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What memory and mesh degrees depend on. Counts are of parameters unless a name says else."""
+
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    """width of the MLP; of a mixture of experts, of all experts that a token visits"""
+    vocab_size: int
+    tied: bool
+    """the output head is the embedding"""
+    layer_params: int
+    """of one transformer layer"""
+
+    @property
+    def embedding_params(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def root_params(self) -> int:
+        """FSDP's root group of a causal LM: embedding, last norm, head."""
+        return self.embedding_params * (1 if self.tied else 2) + self.hidden_size
+
+    @property
+    def value_root_params(self) -> int:
+        """The same of a value model: embedding, last norm, value head."""
+        return self.embedding_params + 2 * self.hidden_size
+
+    @property
+    def num_params(self) -> int:
+        """Of the causal LM."""
+        return self.num_layers * self.layer_params + self.root_params
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers that one token leaves in the KV cache."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+def find_shape(path: str) -> tuple[ModelShape, str] | None:
+    """The shape of `model.path` and where it was found; None if nowhere.
+
+    Looks at `tiny`, the folder's config.json, the Hugging Face cache, configs/model_shapes.yaml.
+    """
+    if path == "tiny":
+        return parse_shape(TINY), "built in"
+    found = config_json(path)
+    if found is not None:
+        return parse_shape(json.loads(found.read_text(encoding="utf-8"))), str(found)
+    table = yaml.safe_load(SHAPES_FILE.read_text(encoding="utf-8"))
+    name = path
+    for suffix in _SUFFIXES:
+        name = name.removesuffix(suffix)
+    for candidate in (path, name):
+        if candidate in table:
+            return parse_shape(table[candidate]), f"configs/{SHAPES_FILE.name}"
+    return None
+
+
+def config_json(path: str) -> Path | None:
+    """The config.json of a folder or of a repository in the Hugging Face cache."""
+    if Path(path).is_dir():
+        file = Path(path) / "config.json"
+        return file if file.is_file() else None
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        return None
+    from huggingface_hub import try_to_load_from_cache  # half a second, only for Hub names
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def parse_shape(config: dict[str, Any]) -> ModelShape:
+    """A shape from the keys of a Hugging Face config.json. Raises ValueError naming a missing key.
+
+    Covers decoder-only models with gated MLPs: Llama, Mistral, Qwen2, Qwen3, Gemma, and their
+    mixtures of experts.
+    """
+    config = {**config, **config.get("text_config", {})}
+    missing = [
+        key
+        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        if key not in config
+    ]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    model_type = config.get("model_type", "llama")
+    mlp, width = _mlp(config)
+    return ModelShape(
+        model_type=model_type,
+        hidden_size=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=width,
+        vocab_size=config["vocab_size"],
+        tied=config.get("tie_word_embeddings", model_type.startswith("gemma")),
+        layer_params=mlp + _attention(config, heads, kv_heads, head_dim),
+    )
+
+
+def _attention(config: dict[str, Any], heads: int, kv_heads: int, head_dim: int) -> int:
+    """Projections, their biases and all norms of one layer."""
+    hidden, model_type = config["hidden_size"], config.get("model_type", "")
+    query, key_value = heads * head_dim, kv_heads * head_dim
+    count = hidden * (2 * query + 2 * key_value)
+    if model_type.startswith("qwen2") or config.get("attention_bias"):
+        count += query + 2 * key_value
+    if model_type.startswith(("qwen3", "gemma3")):
+        count += 2 * head_dim
+    return count + hidden * (4 if model_type.startswith(("gemma2", "gemma3")) else 2)
+
+
+def _mlp(config: dict[str, Any]) -> tuple[int, int]:
+    """(parameters of one layer's MLP, width that one token sees)."""
+    hidden = config["hidden_size"]
+    experts = config.get("num_experts") or config.get("num_local_experts")
+    if not experts:
+        width = config["intermediate_size"]
+        return 3 * hidden * width, width
+    each = config.get("moe_intermediate_size") or config["intermediate_size"]
+    shared = config.get("shared_expert_intermediate_size") or 0
+    count = 3 * hidden * (experts * each + shared) + experts * hidden + (hidden if shared else 0)
+    return count, config.get("num_experts_per_tok", 2) * each + shared
