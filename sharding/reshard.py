@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from sharding.cells import Piece, Source
+from sharding.cells import Piece
 from sharding.exchange import ReshardStats, make_links, topology_of
-from sharding.layout import Layout, Style, Zero, tp_layouts, view_2d
+from sharding.layout import Layout, Style, Zero, tp_layouts
 from sharding.mesh import Mesh
 from sharding.plan import MIB, Entry, RankBucket, Stage, make_plan
+from sharding.shards import Shards, named_shards, source_of
 
 
 class Bucket(NamedTuple):
@@ -118,26 +117,25 @@ class Resharder:
         finished where another process reads) when it asks for the next one.
         """
         self.stats = self._new_stats()
-        local = self._local_views()
+        shards = Shards(self._module, self._held)
         slots = [
             torch.empty(self._capacity, dtype=self._dtype, device=self._device)
             for _ in range(min(2, len(self._buckets)))
         ]
-        self.stats.peak_extra_bytes = len(slots) * self._capacity * self._dtype.itemsize
         try:
-            flight = self._start(0, slots, local)
+            flight = self._start(0, slots, shards)
             for index, bucket in enumerate(self._buckets):
                 self._finish(flight)
-                flight = self._start(index + 1, slots, local)
+                flight = self._start(index + 1, slots, shards)
                 yield Bucket(slots[index % 2][: bucket.size], bucket.entries, bucket.zeros)
         finally:
             self._release(slots)
 
-    def _start(self, index: int, slots: list[Tensor], local: list[Tensor]) -> "_Flight | None":
+    def _start(self, index: int, slots: list[Tensor], shards: Shards) -> "_Flight | None":
         """Pack a bucket and start its exchange; on CUDA all of it goes to the side stream."""
         if index >= len(self._buckets):
             return None
-        steps = self._exchange(self._buckets[index], slots[index % 2], local)
+        steps = self._exchange(self._buckets[index], slots[index % 2], shards)
         if self._side is None:
             return _Flight(steps, next(steps, None))
         self._side.wait_stream(torch.cuda.current_stream(self._device))
@@ -154,78 +152,33 @@ class Resharder:
             flight.work.wait()
             flight.work = next(flight.steps, None)
 
-    def _exchange(
-        self, bucket: RankBucket, slot: Tensor, local: list[Tensor]
-    ) -> Iterator[dist.Work]:
+    def _exchange(self, bucket: RankBucket, slot: Tensor, shards: Shards) -> Iterator[dist.Work]:
         """The collectives of one bucket; each is yielded running, to be waited for."""
         flat, slot = slot[: bucket.size], slot[bucket.size :]
         relayed: dict[Piece, Tensor] = {}
         transit = slot[:0]
         if bucket.cross is not None:
             send, transit, slot = slot.split(_stage_sizes(bucket.cross, slot))
-            self._pack(send, bucket.cross.send, local, relayed)
+            self._pack(shards, send, bucket.cross.send, relayed)
             assert self._cross is not None
             yield self._cross.start(bucket.cross, transit, send, self.stats)
             blocks = transit.split([piece.size for piece in bucket.cross.receive])
             relayed = dict(zip(bucket.cross.receive, blocks, strict=True))
         own = sum(piece.size for piece in bucket.own)
-        self._pack(flat[:own], bucket.own, local, relayed)
+        self._pack(shards, flat[:own], bucket.own, relayed)
         if bucket.inner is not None:
             send = transit
             if not _relays_as_is(bucket):
                 send = slot[: sum(bucket.inner.send_sizes)]
-                self._pack(send, bucket.inner.send, local, relayed)
+                self._pack(shards, send, bucket.inner.send, relayed)
             yield self._inner.start(bucket.inner, flat[own:], send, self.stats)
 
     def _pack(
-        self,
-        out: Tensor,
-        pieces: Sequence[Piece],
-        local: list[Tensor],
-        relayed: Mapping[Piece, Tensor],
+        self, shards: Shards, out: Tensor, pieces: Sequence[Piece], relayed: dict[Piece, Tensor]
     ) -> None:
-        """Copy pieces one after the other into ``out``, cast to its dtype, without a host sync."""
-        to, of = [], []
-        blocks = out.split([piece.size for piece in pieces]) if pieces else ()
-        for piece, block in zip(pieces, blocks, strict=True):
-            to.append(block.view(piece.rows, piece.cols))
-            if piece in relayed:
-                of.append(relayed[piece].view(piece.rows, piece.cols))
-            else:
-                of.append(self._cut(local[piece.source], piece))
-        if self._side is None or all(source.is_cuda for source in of):
-            if to:
-                torch._foreach_copy_(to, of)
-            return
-        for target, source in zip(
-            to, of, strict=True
-        ):  # offloaded: one cut at a time on the device
-            if not source.is_cuda:
-                source = source.contiguous().to(self._device, non_blocking=True)
-                size = source.numel() * source.element_size()
-                base = 2 * self._capacity * self._dtype.itemsize
-                self.stats.peak_extra_bytes = max(self.stats.peak_extra_bytes, base + size)
-            target.copy_(source)
-
-    def _cut(self, local: Tensor, piece: Piece) -> Tensor:
-        row, col = self._held[piece.source][:2]
-        return local[
-            piece.row - row : piece.row - row + piece.rows,
-            piece.col - col : piece.col - col + piece.cols,
-        ]
-
-    def _local_views(self) -> list[Tensor]:
-        """This rank's shards [rows, cols], by parameter; FSDP units that are gathered are freed."""
-        for module in self._module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        views = []
-        for (name, parameter), held in zip(named_shards(self._module), self._held, strict=True):
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            rows, cols = held[2:]
-            assert local.numel() == rows * cols, (name, tuple(local.shape), held)
-            views.append(local.detach().reshape(rows, cols))
-        return views
+        staged = shards.pack(out, pieces, relayed)
+        buffers = min(2, len(self._buckets)) * self._capacity * self._dtype.itemsize
+        self.stats.peak_extra_bytes = max(self.stats.peak_extra_bytes, buffers + staged)
 
     def _new_stats(self) -> ReshardStats:
         topology = self.plan.topology
@@ -252,23 +205,6 @@ class _Flight:
 
     steps: Iterator[dist.Work]
     work: dist.Work | None
-
-
-def named_shards(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters under their Hugging Face names; tied ones once, checkpoint wrappers left out."""
-    prefix = "_checkpoint_wrapped_module."
-    return [(name.replace(prefix, ""), p) for name, p in module.named_parameters()]
-
-
-def source_of(name: str, parameter: Tensor) -> Source:
-    """How FSDP2 shards a parameter: the dim of the last (shard) axis; plain tensors are whole."""
-    dim = 0
-    if isinstance(parameter, DTensor):
-        placement = parameter.placements[-1]
-        assert placement.is_shard(), (name, parameter.placements)
-        dim = placement.dim  # type: ignore[attr-defined]
-        assert dim == 0 or (dim == 1 and parameter.ndim == 2), (name, parameter.placements)
-    return Source(name, *view_2d(parameter.shape), dim)
 
 
 def _relays_as_is(bucket: RankBucket) -> bool:

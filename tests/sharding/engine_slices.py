@@ -55,7 +55,7 @@ def sglang_slices(
 
 
 def _heads(tensor: Tensor, heads: int, tp: int, tp_rank: int) -> Tensor:
-    """The rank's heads, one head repeated on several ranks where there are fewer heads than ranks."""
+    """The rank's heads; with fewer heads than ranks, each is on several neighbours."""
     by_head = tensor.unflatten(0, (heads, -1))
     if heads < tp:
         by_head = by_head.repeat_interleave(tp // heads, 0)
