@@ -120,7 +120,7 @@ def init_distributed(
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         init_method=None if alone else init_method or "env://",
-        store=dist.HashStore() if alone else None,
+        store=dist.HashStore() if alone else None,  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 from sharding.mesh import init_distributed
 
@@ -28,7 +28,7 @@ def run_distributed(
     """
     multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "transformers"])
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
+        start_processes(
             _rank,
             args=(world_size, fn, folder, timeout_s, args),
             nprocs=world_size,

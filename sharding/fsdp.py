@@ -1,0 +1,272 @@
+"""FSDP2 around a transformer: units, precision, prefetch, activation checkpointing and offload.
+
+Owns how a module is cut into FSDP units and what happens to its activations. Parameter names stay
+those of the module. Must not know what the module computes, nor how its weights are loaded.
+
+Order: `checkpoint_activations`, `offload_activations`, then `shard_model`. The units are the
+transformer layers, and the root with what is left: embedding, final norm and head.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+from sharding.mesh import Mesh
+
+logger = logging.getLogger(__name__)
+
+MIN_OFFLOADED_BYTES = 1 << 20
+"""Smaller activations stay on the device: the copy would cost more than it frees."""
+
+
+def shard_model(
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: bool = True,
+    forward_prefetch: bool = True,
+    backward_prefetch: bool = True,
+    offload_policy: bool = False,
+    min_num_params: int = 0,
+    forward_only: bool = False,
+    shard_dim1: Callable[[str, nn.Parameter], bool] | None = None,
+) -> None:
+    """Apply FSDP2 in place. Parameters become DTensors, on meta too.
+
+    Gradients are averaged over all ranks of the mesh, replicas and sp included.
+
+    Args:
+        module: a transformer, on meta or on the mesh's device.
+        param_dtype: dtype of gathered parameters and of the computation.
+        reduce_dtype: dtype of the reduction of gradients.
+        reshard_after_forward: free gathered layers between forward and backward. The root (head)
+            is needed first in the backward and stays.
+        forward_prefetch: gather the next layer while one computes in the forward pass.
+        backward_prefetch: gather the previous layer while one computes in the backward pass.
+        offload_policy: parameters, gradients and optimizer live in host memory.
+        min_num_params: modules inside a layer with at least so many parameters of their own become
+            units too; 0 = none.
+        forward_only: the module never runs backward: layers and root reshard after their forward.
+        shard_dim1: for a parameter (by name) true = shard dim 1 where it divides evenly.
+
+    Raises:
+        ValueError: no transformer layers are found.
+    """
+    layers = transformer_layers(module)
+    options: dict[str, Any] = {
+        "mesh": mesh.fsdp,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+        "shard_placement_fn": _placement(module, mesh.dims.shard_size, shard_dim1),
+        "offload_policy": (
+            CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+            if offload_policy
+            else OffloadPolicy()
+        ),
+    }
+    layer_units = []
+    for layer in layers:
+        units = [layer, *_large_modules(layer, min_num_params)]
+        for unit in reversed(units):  # inner modules first
+            fully_shard(
+                unit, reshard_after_forward=reshard_after_forward or forward_only, **options
+            )
+        layer_units.append(units)
+    fully_shard(module, reshard_after_forward=forward_only, **options)
+    if forward_prefetch:
+        _set_forward_prefetch([[module], *layer_units])
+    if not forward_only:
+        _set_backward_prefetch([[module], *layer_units], enabled=backward_prefetch)
+
+
+def transformer_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of a Hugging Face transformer, in forward order.
+
+    They are the members of ModuleLists whose classes the model declares as not to be split.
+
+    Raises:
+        ValueError: there are none.
+    """
+    declared = {
+        name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()
+    }
+    layers = [
+        member
+        for part in module.modules()
+        if isinstance(part, nn.ModuleList)
+        for member in part
+        if declared.intersection(cls.__name__ for cls in type(member).__mro__)
+    ]
+    if not layers:
+        raise ValueError(
+            f"{type(module).__name__}: no ModuleList holds any of the layer classes "
+            f"{sorted(declared)} of _no_split_modules"
+        )
+    return layers
+
+
+def _large_modules(layer: nn.Module, min_num_params: int) -> list[nn.Module]:
+    """Modules inside the layer to wrap, outer before inner; what inner ones wrap counts there."""
+    if min_num_params == 0:
+        return []
+    found: list[nn.Module] = []
+    wrapped: set[nn.Parameter] = set()
+    for part in reversed([m for m in layer.modules() if m is not layer]):
+        if isinstance(part, nn.ModuleList | nn.ModuleDict):  # they have no forward
+            continue
+        own = [p for p in part.parameters() if p not in wrapped]
+        if sum(p.numel() for p in own) >= min_num_params:
+            wrapped.update(own)
+            found.append(part)
+    return found[::-1]
+
+
+def _placement(
+    module: nn.Module, shard_size: int, wanted: Callable[[str, nn.Parameter], bool] | None
+) -> Callable[[nn.Parameter], Shard | None] | None:
+    """FSDP2's shard_placement_fn: dim 1 for the wanted parameters that divide evenly."""
+    if wanted is None:
+        return None
+    chosen = {name: p for name, p in module.named_parameters() if wanted(name, p)}
+    uneven = [n for n, p in chosen.items() if p.ndim < 2 or p.shape[1] % shard_size]
+    if uneven:
+        logger.info(
+            "%d parameters stay sharded on dim 0, dim 1 does not divide by %d ranks: %s ...",
+            len(uneven),
+            shard_size,
+            uneven[0],
+        )
+    on_dim1 = {p for name, p in chosen.items() if name not in uneven}
+    return lambda parameter: Shard(1) if parameter in on_dim1 else None
+
+
+def _set_forward_prefetch(groups: list[list[nn.Module]]) -> None:
+    """Every group of units, in forward order, gathers the next one when it starts."""
+    for (first, *_), following in pairwise(groups):
+        cast(FSDPModule, first).set_modules_to_forward_prefetch(cast(list[FSDPModule], following))
+
+
+def _set_backward_prefetch(groups: list[list[nn.Module]], *, enabled: bool) -> None:
+    """The root gathers the last layer, each layer the one before it.
+
+    Without a list FSDP2 prefetches by itself; a unit that names itself prefetches nothing.
+    """
+    root, *layers = groups
+    order = [root, *reversed(layers)]
+    for (first, *_), following in zip(order, [*order[1:], order[-1]], strict=True):
+        target = following if enabled else [first]
+        cast(FSDPModule, first).set_modules_to_backward_prefetch(cast(list[FSDPModule], target))
+
+
+def reshard(module: nn.Module) -> None:
+    """Free gathered parameters, so that `module.parameters()` are the sharded DTensors."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+@contextmanager
+def forward_pass(module: nn.Module) -> Iterator[None]:
+    """No gradients; at the end gathered parameters are freed.
+
+    FSDP2 records every forward for the backward to come and forgets only there, so that a module
+    that never runs backward would collect records for ever: they are dropped here. Not for use
+    between the micro-batches of an update: partial sums of gradients over replicas go with them.
+    """
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        reshard(module)
+        if hasattr(module, "reset_iter_state"):  # torch 2.14 has it
+            cast(FSDPModule, module).reset_iter_state()
+
+
+def checkpoint_activations(module: nn.Module) -> None:
+    """Keep only the inputs of every layer, and run its forward again in the backward pass."""
+    for layer in transformer_layers(module):
+        layer.forward = partial(_checkpointed, layer.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def offload_activations(module: nn.Module, *, min_bytes: int = MIN_OFFLOADED_BYTES) -> None:
+    """Keep what every layer saves for its backward in pinned host memory instead of on the device.
+
+    With checkpointing that is the layer's input alone. No effect on tensors of the host.
+    """
+    for layer in transformer_layers(module):
+        layer.forward = partial(_offloaded, layer.forward, layer, min_bytes)
+
+
+def _offloaded(
+    forward: Callable[..., Any], layer: nn.Module, min_bytes: int, *args: Any, **kwargs: Any
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    saver = HostSaver(layer, min_bytes)
+    with saved_tensors_hooks(saver.pack, saver.unpack):
+        return forward(*args, **kwargs)
+
+
+class HostSaver:
+    """Copies what a layer saves for backward to pinned host memory and back, without a host sync.
+
+    The way out runs on a side stream beside the computation. Parameters stay where they are:
+    FSDP frees and gathers them itself.
+    """
+
+    def __init__(self, layer: nn.Module, min_bytes: int):
+        self._layer = layer
+        self._min_bytes = min_bytes
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps: the tensor, or (device, host copy, event of the copy)."""
+        small = tensor.numel() * tensor.element_size() < self._min_bytes
+        if small or not tensor.is_cuda or self._is_parameter(tensor):
+            return tensor
+        stream = _side_stream(tensor.device)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)
+        return tensor.device, host, stream.record_event()
+
+    def unpack(self, packed: Any) -> Tensor:
+        """The tensor, on its device."""
+        if isinstance(packed, Tensor):
+            return packed
+        device, host, copied = packed
+        torch.cuda.current_stream(device).wait_event(copied)
+        return host.to(device, non_blocking=True)
+
+    def _is_parameter(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()._cdata
+        return any(p.untyped_storage()._cdata == storage for p in self._layer.parameters())
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

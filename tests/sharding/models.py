@@ -1,0 +1,21 @@
+"""Small random transformers for the tests of sharding/."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB = 67  # does not divide evenly over 2 or 4 ranks
+
+
+def tiny_llama(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
+    """Three layers, hidden 32, float32, the same on every rank."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)

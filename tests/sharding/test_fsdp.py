@@ -1,0 +1,193 @@
+"""FSDP2 wrapping: gradients, names, precision and what stays gathered."""
+
+from typing import cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from sharding.fsdp import (
+    HostSaver,
+    checkpoint_activations,
+    forward_pass,
+    offload_activations,
+    shard_model,
+    transformer_layers,
+)
+from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
+from tests.distributed import run_distributed
+from tests.sharding.models import VOCAB, tiny_llama
+
+CPU = torch.device("cpu")
+
+
+def _tokens(rank: int) -> Tensor:
+    """Rank r holds one sequence of 3 + 4 r tokens."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, VOCAB, (1, 3 + 4 * rank), generator=generator)
+
+
+def _token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(input_ids=tokens).logits.float()
+    return F.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="sum")
+
+
+def _reference(world_size: int) -> dict[str, Tensor]:
+    """Gradients of the mean loss over all tokens of all ranks, without sharding."""
+    model = tiny_llama()
+    total = sum(_tokens(r).numel() - 1 for r in range(world_size))
+    loss = torch.stack([_token_loss(model, _tokens(r)) for r in range(world_size)]).sum()
+    (loss / total).backward()
+    return {name: cast(Tensor, p.grad) for name, p in model.named_parameters()}
+
+
+def _sharded(mesh: Mesh, *, checkpointing: bool = False, **options) -> nn.Module:
+    model = tiny_llama()
+    model.train()
+    if checkpointing:
+        checkpoint_activations(model)
+        offload_activations(model)
+    precision = {"param_dtype": torch.float32, "reduce_dtype": torch.float32}
+    shard_model(model, mesh, **{**precision, **options})
+    return model
+
+
+def _gradients(model: nn.Module, rank: int, world_size: int) -> dict[str, Tensor]:
+    """Two micro-batches, the loss of each rank scaled as the ranks that FSDP averages over."""
+    total = sum(_tokens(r).numel() - 1 for r in range(world_size))
+    for _ in range(2):
+        (_token_loss(model, _tokens(rank)) * world_size / total / 2).backward()
+    return {name: cast(DTensor, p.grad).full_tensor() for name, p in model.named_parameters()}
+
+
+CASES = {
+    "FULL_SHARD": ({}, {}),
+    "FULL_SHARD, checkpointing": ({}, {"checkpointing": True}),
+    "FULL_SHARD, no prefetch": ({}, {"forward_prefetch": False, "backward_prefetch": False}),
+    "SHARD_GRAD_OP": ({}, {"reshard_after_forward": False}),
+    "inner units": ({}, {"min_num_params": 4000, "checkpointing": True}),
+    "HYBRID_SHARD in rollout order": ({"rollout_tp": 2}, {}),
+    "HYBRID_SHARD 2 x 2": ({"fsdp_size": 2, "rollout_tp": 2}, {}),
+    "HYBRID_SHARD 2 x 2 with sp": ({"fsdp_size": 2, "sp": 2}, {"checkpointing": True}),
+    "NO_SHARD": ({"fsdp_size": 1}, {}),
+    "dim 1": ({}, {"shard_dim1": lambda name, p: "o_proj" in name or "down_proj" in name}),
+    "host memory": ({}, {"offload_policy": True}),
+}
+
+
+def _check_gradients(rank: int, world_size: int) -> dict[str, float]:
+    expected = _reference(world_size)
+    worst = {}
+    for case, (degrees, options) in CASES.items():
+        dims = ParallelDims(world_size=world_size, ranks_per_node=world_size, **degrees)
+        model = _sharded(build_mesh(dims, CPU), **options)
+        found = _gradients(model, rank, world_size)
+        assert found.keys() == expected.keys(), case
+        worst[case] = max(
+            ((found[n] - g).abs().max() / g.abs().max()).item() for n, g in expected.items()
+        )
+    return worst
+
+
+def _check_behaviour(rank: int, world_size: int) -> None:
+    mesh = build_mesh(ParallelDims(world_size=world_size, ranks_per_node=world_size), CPU)
+    names = list(tiny_llama().state_dict())
+    model = _sharded(mesh, checkpointing=True)
+    assert list(model.state_dict()) == names
+
+    # a forward pass without gradients leaves nothing gathered, and no record of it behind
+    with forward_pass(model):
+        model(input_ids=_tokens(rank))
+        assert not isinstance(model.get_parameter("lm_head.weight"), DTensor)  # the root stays
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert not model._get_fsdp_state()._comm_ctx.post_forward_order  # pyright: ignore
+
+    frozen = _sharded(mesh, forward_only=True)
+    with torch.no_grad():
+        frozen(input_ids=_tokens(rank))
+    assert all(isinstance(p, DTensor) for p in frozen.parameters())  # the root reshards by itself
+
+    seen = []
+    half = _sharded(mesh, param_dtype=torch.bfloat16)
+    down = half.get_submodule("model.layers.1.mlp.down_proj")
+    down.register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, m.weight.dtype)))
+    half(input_ids=_tokens(rank)).logits.float().sum().backward()
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+    assert {p.grad.dtype for p in half.parameters()} == {torch.float32}  # pyright: ignore
+
+    aligned = _sharded(mesh, shard_dim1=lambda name, p: "o_proj" in name or "norm" in name)
+    placements = {n: cast(DTensor, p).placements for n, p in aligned.named_parameters()}
+    assert placements["model.layers.0.self_attn.o_proj.weight"] == (Shard(1),)
+    assert placements["model.norm.weight"] == (Shard(0),)  # one dim only: falls back
+
+    with torch.device("meta"):
+        empty = tiny_llama()
+    shard_model(empty, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)
+    assert all(isinstance(p, DTensor) and p.is_meta for p in empty.parameters())
+
+
+def _check_all(rank: int, world_size: int) -> dict[str, float]:
+    _check_behaviour(rank, world_size)
+    return _check_gradients(rank, world_size)
+
+
+@pytest.mark.distributed
+def test_sharded_gradients_equal_unsharded_ones_with_uneven_token_counts_in_every_strategy():
+    for worst in run_distributed(_check_all, 4):
+        assert max(worst.values()) < 1e-5, worst
+
+
+def test_layers_are_found_by_the_classes_that_the_model_declares():
+    model = tiny_llama()
+    assert transformer_layers(model) == list(model.model.layers)
+    with pytest.raises(ValueError, match="Linear: no ModuleList"):
+        transformer_layers(nn.Linear(2, 2))
+
+
+def test_checkpointing_keeps_the_gradients_and_runs_every_layer_twice():
+    tokens, calls = _tokens(2), []
+    plain, model = tiny_llama(), tiny_llama()
+    for layer in transformer_layers(model):
+        layer.get_submodule("input_layernorm").register_forward_hook(lambda *_: calls.append(1))
+    checkpoint_activations(model)
+    _token_loss(plain, tokens).backward()
+    _token_loss(model, tokens).backward()
+    assert len(calls) == 6
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(cast(Tensor, p.grad), cast(Tensor, q.grad))
+
+
+def test_tensors_of_the_host_are_not_copied():
+    saver = HostSaver(nn.Linear(2, 2), min_bytes=0)
+    tensor = torch.ones(4)
+    assert saver.pack(tensor) is tensor
+    assert saver.unpack(tensor) is tensor
+
+
+@pytest.mark.gpu
+def test_offloaded_activations_give_the_same_gradients_on_a_device():
+    tokens = _tokens(3).cuda()
+    with torch.device("cuda"):
+        plain, model = tiny_llama(), tiny_llama()
+    offload_activations(model, min_bytes=0)
+    _token_loss(plain, tokens).backward()
+    _token_loss(model, tokens).backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_units_prefetch_their_neighbours():
+    # read back from FSDP2's state: the public setters have no getters
+    with init_distributed(CPU):
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), CPU)
+        model = _sharded(mesh)
+        units = [model, *transformer_layers(model)]
+        states = [cast(FSDPModule, unit)._get_fsdp_state() for unit in units]
+        root, *layers = states
+        assert [s._states_to_forward_prefetch for s in states[:-1]] == [[s] for s in layers]
+        assert root._states_to_backward_prefetch == [layers[-1]]
+        assert layers[2]._states_to_backward_prefetch == [layers[1]]
+        assert layers[0]._states_to_backward_prefetch == [layers[0]]  # nothing before it
