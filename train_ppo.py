@@ -32,15 +32,26 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppo.advantages import gae, grpo, masked_mean, masked_whiten
 from ppo.batch import RolloutBatch
-from ppo.config import Config, ConfigError, load_config, to_yaml
-from ppo.config.cli import parse_args
+from ppo.config import (
+    Config,
+    ConfigError,
+    Problem,
+    changed_keys,
+    from_yaml,
+    load_config,
+    parse_args,
+    to_yaml,
+)
+from ppo.data.rows import DataError
 from ppo.data.sampler import PromptSampler
 from ppo.kl import FixedKLController, kl_estimate, make_kl_controller, token_rewards
 from ppo.losses import effective_sample_size, rollout_weights
 from ppo.metrics import Metrics
+from ppo.preflight import run_check
 from ppo.run import Run, StopRequested
 from ppo.scoring import response_logprobs, response_values
 from ppo.setup import (
+    Batchers,
     Launch,
     Models,
     build_models,
@@ -48,6 +59,7 @@ from ppo.setup import (
     make_batchers,
     open_checkpoints,
     open_collector,
+    open_rewards,
     open_run,
     open_tracker,
     total_steps_of,
@@ -99,8 +111,10 @@ def train(config: Config, run: Run) -> None:
         prompts = load_prompts(config, run)
         sampler = prompts.sampler(config)
         total_steps = total_steps_of(config, sampler)
-        collector = owned.enter_context(open_collector(config, run, prompts))
-        models = actor, critic, ref = build_models(config, run, total_steps)
+        pool = owned.enter_context(open_rewards(config, run, prompts))
+        models = build_models(config, run, total_steps)
+        actor, critic = models.actor, models.critic
+        collector = owned.enter_context(open_collector(config, run, prompts, actor, pool))
         batchers = make_batchers(config, run, prompts, actor)
         tracker = owned.enter_context(open_tracker(config, run))
         checkpoints = owned.enter_context(open_checkpoints(config, run))
@@ -298,10 +312,18 @@ def resume(
         {name: learner.module for name, learner in trained.items()},
         {name: learner.optimizer for name, learner in trained.items()},
     )
-    refuse_changed_config(config, saved["config"], folder)
+    changed = changed_keys(from_yaml(saved["config"]), config)
+    if changed and not config.trainer.allow_changed_config:
+        raise ConfigError(
+            [
+                Problem("", None, f"{key} since {folder}", "or trainer.allow_changed_config=true")
+                for key in changed
+            ]
+        )
     state.load_state_dict(saved)
     state.saved_step = state.step
     run.status("running", state.step)
+    run.save_config()
     logger.info("resumed from %s after step %d", folder, state.step)
 
 
@@ -313,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_args(sys.argv[1:] if argv is None else argv)
         if args.check:
             return run_check(args)
-        config = load_config(args.config, args.overrides, check=launch.check)
+        config = load_config(args.config, args.overrides, check=launch.problems)
         with open_run(config, launch, sys.argv) as run:
             train(config, run)
     except (ConfigError, DataError) as error:

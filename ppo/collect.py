@@ -8,9 +8,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
 
 from ppo.batch import RolloutBatch, make_batch
 from ppo.config import Config
@@ -18,9 +18,13 @@ from ppo.data.dataset import Prompt
 from ppo.engines.contract import Engine, SamplingParams
 from ppo.learner import Learner
 from ppo.metrics import Metrics
-from ppo.rewards.pool import RewardPool, RewardRequest, RewardResult
+from ppo.rewards.contract import RewardRequest, RewardResult
+from ppo.rewards.pool import RewardPool
 from ppo.run import Run
 from rollout import generate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +36,7 @@ class Collector:
     config: Config
     run: Run
     engine: Engine
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: "PreTrainedTokenizerBase"
     pool: RewardPool | None
     """on local rank 0 of each node, None elsewhere"""
     stop_token_ids: tuple[int, ...]
@@ -62,9 +66,7 @@ class Collector:
         val = self.config.rollout.val_kwargs
         return self._params(step, temperature=val.temperature, top_p=val.top_p, top_k=-1)
 
-    def _params(
-        self, step: int, *, temperature: float, top_p: float, top_k: int
-    ) -> SamplingParams:
+    def _params(self, step: int, *, temperature: float, top_p: float, top_k: int) -> SamplingParams:
         return SamplingParams(
             temperature=temperature,
             top_p=top_p,
@@ -114,7 +116,7 @@ class Collector:
         def work() -> Iterator[None]:
             if self.pool is None:
                 return
-            job = self.pool.submit([_request(batch, texts, index) for index in share])
+            job = self.pool.submit([reward_request(batch.prompts[i], texts[i]) for i in share])
             while not job.poll(0.5):
                 yield
             mine.update(zip(share, job.results, strict=True))
@@ -143,11 +145,11 @@ class Collector:
             )
 
 
-def _request(batch: RolloutBatch, texts: Sequence[str], index: int) -> RewardRequest:
-    prompt = batch.prompts[index]
+def reward_request(prompt: Prompt, text: str = "") -> RewardRequest:
+    """A response to a prompt as the reward function gets it."""
     return RewardRequest(
         data_source=prompt.data_source,
-        solution_str=texts[index],
+        solution_str=text,
         ground_truth=prompt.ground_truth,
         extra_info=prompt.extra_info,
         prompt=prompt.messages,

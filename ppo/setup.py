@@ -7,34 +7,36 @@ import logging
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ppo.batch import Budget
 from ppo.check import check_config, check_files
-from ppo.collect import Collector
-from ppo.config import Config, ConfigError, FsdpConfig, Problem
+from ppo.collect import Collector, reward_request
+from ppo.config import Config, ConfigError, Problem
 from ppo.data.dataset import Prompt, build_dataset
 from ppo.data.sampler import PromptSampler
 from ppo.data.tokenizer import load_tokenizer
 from ppo.engines.contract import stop_token_ids
 from ppo.learner import Frozen, Learner, make_optimizer
-from ppo.models import build_causal_lm, build_value_model, load_hf_config
+from ppo.models import build_causal_lm, build_value_model
+from ppo.rewards.contract import RewardError
 from ppo.rewards.pool import RewardPool
 from ppo.run import Run
 from ppo.scoring import Batcher
 from ppo.tiny import build_tiny_model
 from ppo.tracking import Tracker
 from rollout import build_engine
-from sharding.checkpoint import Checkpointer
 from sharding.mesh import build_mesh, init_distributed
+
+if TYPE_CHECKING:  # --check answers without the seconds that transformers takes
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,6 @@ class Launch:
             ranks_per_node=int(env.get("LOCAL_WORLD_SIZE", 1)),
             restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
-
 
     def problems(self, config: Config) -> list[Problem]:
         """Whatever is wrong with a configuration for this world and on this machine."""
@@ -122,7 +123,9 @@ def model_folder(path: str, run: Run) -> Path:
 
     if run.mesh.local_rank != 0:  # one download per node, then the others find it
         dist.barrier(run.mesh.host_group)
-    folder = snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"])
+    folder = snapshot_download(
+        path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]
+    )
     if run.mesh.local_rank == 0:
         dist.barrier(run.mesh.host_group)
     return Path(folder)
@@ -131,7 +134,7 @@ def model_folder(path: str, run: Run) -> Path:
 class Prompts(NamedTuple):
     """Tokenizer and prompts of a run; val is empty without data.val_files."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: "PreTrainedTokenizerBase"
     train: Sequence[Prompt]
     val: Sequence[Prompt]
 
@@ -164,33 +167,58 @@ def load_prompts(config: Config, run: Run) -> Prompts:
 
 
 @contextmanager
-def open_collector(config: Config, run: Run, prompts: Prompts) -> Iterator[Collector]:
-    """Start the reward processes and the engine. A reward that cannot work raises on every rank."""
+def open_rewards(config: Config, run: Run, prompts: Prompts) -> Iterator[RewardPool | None]:
+    """The scoring processes of this node, tried out; None where another rank holds them.
+
+    Raises ConfigError on every rank when the reward cannot work.
+    """
     with ExitStack() as owned:
         pool, error = None, None
         if run.mesh.local_rank == 0:
             try:
-                pool = owned.enter_context(RewardPool(config.reward))
-                pool.probe([*prompts.train, *prompts.val])
-            except ValueError as problem:
-                error = problem
-        run.agree(error)
-        folder = model_folder(config.model.path, run)
-        engine = build_engine(config, run.mesh, folder, prompts.tokenizer, run.dir)
-        owned.callback(engine.close)
-        generation = (
-            GenerationConfig.from_pretrained(folder)
-            if (folder / "generation_config.json").is_file()
-            else None
-        )
+                pool = RewardPool(config.reward, log_path=run.dir / "logs" / "rewards.log")
+                owned.enter_context(pool)
+                for warning in pool.probe(map(reward_request, [*prompts.train, *prompts.val])):
+                    logger.warning("%s", warning)
+            except RewardError as problem:
+                error = str(problem)
+        _raise_everywhere(run, error)
+        yield pool
+
+
+@contextmanager
+def open_collector(
+    config: Config, run: Run, prompts: Prompts, actor: Frozen, pool: RewardPool | None
+) -> Iterator[Collector]:
+    """Start the engine, asleep, and put it together with tokenizer and rewards."""
+    folder = model_folder(config.model.path, run)
+    engine = build_engine(config, run.mesh, folder, prompts.tokenizer, run.dir, module=actor.module)
+    with closing(engine):
         yield Collector(
             config=config,
             run=run,
             engine=engine,
             tokenizer=prompts.tokenizer,
             pool=pool,
-            stop_token_ids=stop_token_ids(prompts.tokenizer, generation),
+            stop_token_ids=_stop_token_ids(prompts, folder),
         )
+
+
+def _stop_token_ids(prompts: Prompts, folder: Path) -> tuple[int, ...]:
+    from transformers import GenerationConfig
+
+    has_file = (folder / "generation_config.json").is_file()
+    generation = GenerationConfig.from_pretrained(folder) if has_file else None
+    return stop_token_ids(prompts.tokenizer, generation)
+
+
+def _raise_everywhere(run: Run, error: str | None) -> None:
+    """Raise the user's error on every rank when one has found it."""
+    errors: list[str | None] = [None] * run.mesh.dims.world_size
+    dist.all_gather_object(errors, error, group=run.mesh.host_group)
+    for found in errors:
+        if found is not None:
+            raise ConfigError([Problem("", None, found)])
 
 
 class Models(NamedTuple):
@@ -288,16 +316,15 @@ def make_batchers(config: Config, run: Run, prompts: Prompts, actor: Learner) ->
             pad_id=int(prompts.tokenizer.pad_token_id),
         )
 
-    actor, critic = config.actor, config.critic
     return Batchers(
         *(
             batcher(s.ppo_max_token_len_per_gpu, s.use_dynamic_bsz, s.ppo_micro_batch_size_per_gpu)
-            for s in (actor, critic)
+            for s in (config.actor, config.critic)
         ),
         batcher(
             config.ref.log_prob_max_token_len_per_gpu,
-            actor.use_dynamic_bsz,
-            actor.ppo_micro_batch_size_per_gpu,
+            config.actor.use_dynamic_bsz,
+            config.actor.ppo_micro_batch_size_per_gpu,
         ),
     )
 

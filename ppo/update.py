@@ -44,6 +44,17 @@ def epoch_mini_batches(
     return [part.tolist() for part in parts]
 
 
+def needs_old_logprobs(config: Config, num_mini_batches: int) -> bool:
+    """False when the update's own detached log-probs can stand in for the old ones."""
+    correction = config.algorithm.rollout_correction
+    return (
+        num_mini_batches * config.actor.ppo_epochs > 1
+        or config.algorithm.use_kl_in_reward
+        or correction.rollout_is is not None
+        or correction.icepop is not None
+    )
+
+
 def _parts(
     learner: Learner,
     batch: RolloutBatch,
@@ -77,7 +88,12 @@ def _parts(
 
 
 def update_actor(
-    actor: Learner, batch: RolloutBatch, config: Config, batcher: Batcher, metrics: Metrics, step: int
+    actor: Learner,
+    batch: RolloutBatch,
+    config: Config,
+    batcher: Batcher,
+    metrics: Metrics,
+    step: int,
 ) -> None:
     """PPO's clipped policy update (arXiv 1707.06347, eq. 7) over all epochs and mini-batches."""
     section = config.actor
@@ -149,7 +165,12 @@ def _policy_objective(
 
 
 def update_critic(
-    critic: Learner, batch: RolloutBatch, config: Config, batcher: Batcher, metrics: Metrics, step: int
+    critic: Learner,
+    batch: RolloutBatch,
+    config: Config,
+    batcher: Batcher,
+    metrics: Metrics,
+    step: int,
 ) -> None:
     """Clipped value regression to the returns, over all epochs and mini-batches."""
     section = config.critic

@@ -2,7 +2,7 @@
 
 from ppo.config.cli import Options, parse_args
 from ppo.config.fields import ConfigError, Problem
-from ppo.config.load import changed_keys, find_config, load_config, to_yaml
+from ppo.config.load import changed_keys, find_config, from_yaml, load_config, to_yaml
 from ppo.config.root import Config
 from ppo.config.sections import (
     AlgorithmConfig,
@@ -38,6 +38,7 @@ __all__ = [
     "TrainerConfig",
     "changed_keys",
     "find_config",
+    "from_yaml",
     "load_config",
     "parse_args",
     "to_yaml",

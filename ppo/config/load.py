@@ -83,6 +83,17 @@ def to_yaml(config: Config) -> str:
     return dump(nest(flatten(config)))
 
 
+def from_yaml(text: str) -> Config:
+    """The configuration that `to_yaml` wrote. Raises ConfigError."""
+    reader = _Reader()
+    for name, raw in yaml.safe_load(text).items():
+        reader.read(raw, name)
+    config = reader.config()
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return config
+
+
 def changed_keys(old: Config, new: Config) -> list[str]:
     """What differs between the configuration of a checkpoint and the present one and may not.
 
