@@ -103,8 +103,8 @@ def _divides(degree: int, shape: ModelShape) -> bool:
 
 
 def _mesh(config: Config, dims: ParallelDims) -> Iterator[str]:
-    ranks = f"{dims.world_size} ranks = {dims.nodes} nodes x {dims.ranks_per_node}"
-    yield f"mesh: {ranks}"
+    nodes, ranks = _plural(dims.nodes, "node"), _plural(dims.ranks_per_node, "rank")
+    yield f"mesh: {nodes} x {ranks}"
     strategy = dims.strategy
     if not config.actor.fsdp.reshard_after_forward and strategy == "FULL_SHARD":
         strategy = "SHARD_GRAD_OP"
@@ -132,7 +132,8 @@ def _batches(config: Config, dims: ParallelDims) -> Iterator[str]:
     if config.critic_enabled:
         yield from _updates("critic", config.critic, config, dims)
     steps = config.trainer.total_training_steps
-    length = f"{steps} iterations" if steps else f"{config.trainer.total_epochs} epochs of the data"
+    epochs = f"{_plural(config.trainer.total_epochs, 'epoch')} of the data"
+    length = _plural(steps, "iteration") if steps else epochs
     yield f"  run: {length}"
 
 
@@ -144,21 +145,23 @@ def _updates(
     longest = config.data.max_prompt_length + config.data.max_response_length
     group = -(-sequences // dims.dp)
     yield (
-        f"  {name}: {mini} mini-batches of {section.ppo_mini_batch_size} prompts "
-        f"({sequences} sequences, about {group} per sp group) x {section.ppo_epochs} epochs = "
-        f"{mini * section.ppo_epochs} optimizer steps"
+        f"  {name}: {_plural(mini, 'mini-batch')} of {section.ppo_mini_batch_size} prompts "
+        f"({sequences} sequences, about {group} per sp group) x "
+        f"{_plural(section.ppo_epochs, 'epoch')} = "
+        f"{_plural(mini * section.ppo_epochs, 'optimizer step')}"
     )
     if section.use_dynamic_bsz:
         row = section.ppo_max_token_len_per_gpu * dims.sp
         most = group if row < longest else math.ceil(group / (row // longest))
         yield (
             f"    token budget {section.ppo_max_token_len_per_gpu} per rank x sp {dims.sp} = {row} "
-            f"per row: at most about {most} micro-batches per mini-batch"
+            f"per row: at most about {_plural(most, 'micro-batch')} per mini-batch"
         )
     else:
         size = min(section.ppo_micro_batch_size_per_gpu or group, group)
         yield (
-            f"    micro-batches of {size} sequences: about {math.ceil(group / size)} per mini-batch"
+            f"    micro-batches of {_plural(size, 'sequence')}: "
+            f"about {math.ceil(group / size)} per mini-batch"
         )
 
 
@@ -264,6 +267,12 @@ def _advice(plan: Plan, phase: Phase, largest: Item) -> str:
 
 def _size(number: float) -> str:
     return f"{number / GIB:.2f} GiB" if number >= GIB / 10 else f"{number / (1 << 20):.1f} MiB"
+
+
+def _plural(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith('batch') else 's'}"
 
 
 def _count(number: float) -> str:
