@@ -107,7 +107,7 @@ class Run:
             world_size=self.mesh.dims.world_size,
             restart=self._restart_count,
         )
-        self.status("running", 0)
+        write_status(self.dir, "running", step=0, reason="")
 
     def save_config(self) -> None:
         """Write config.yaml, resolved (rank 0).
@@ -119,9 +119,9 @@ class Run:
             write_atomically(self.dir / "config.yaml", to_yaml(self._config))
 
     def status(self, state: State, step: int, reason: str = "") -> None:
-        """Write status.json (rank 0) and remember the step."""
+        """Write status.json (rank 0), remember the step. A failure stays until the next start."""
         self.step = step
-        if self.mesh.rank == 0:
+        if self.mesh.rank == 0 and not self._has_failed():
             write_status(self.dir, state, step=step, reason=reason)
 
     def should_stop(self) -> bool:
@@ -214,12 +214,15 @@ class Run:
 
     def _fail(self, reason: str) -> None:
         """Write the failure, from whichever rank it struck; what struck first stays."""
-        status = read_status(self.dir) if self.dir.is_dir() else None
-        if status is not None and status["state"] != "failed":
+        if not self._has_failed():
             write_status(
                 self.dir, "failed", step=self.step, reason=f"rank {self.mesh.rank}: {reason}"
             )
             logger.error("failed at step %d: %s", self.step, reason)
+
+    def _has_failed(self) -> bool:
+        status = read_status(self.dir)
+        return status is not None and status["state"] == "failed"
 
     def _raise_gathered(self, error: str | None) -> None:
         """Collective: RuntimeError on every rank if any has an error."""
