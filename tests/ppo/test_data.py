@@ -36,7 +36,7 @@ def write_parquet(path: Path, rows) -> str:
     return str(path)
 
 
-def simple_row(text="hi", **more) -> dict:
+def simple_row(text: object = "hi", **more) -> dict:
     return {"prompt": text, "data_source": "exact_match"} | more
 
 

@@ -1,0 +1,87 @@
+"""One scoring process as its parent sees it: start, send, receive, kill.
+
+Owns the process and its socket. Must not know queues or results.
+"""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import IO, Any
+
+from ppo.rewards.worker import Function, Task
+
+ROOT = Path(__file__).resolve().parents[2]
+"""folder of the package ppo: the worker may be started from anywhere"""
+START = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from ppo.rewards.worker import main; "
+    "main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+class WorkerProcess:
+    """A worker: a new interpreter in a session of its own, which never imports the trainer.
+
+    It dies with the thread that makes it, at the latest with the process (PR_SET_PDEATHSIG). A
+    session of its own, so that Ctrl-C and torchrun's signals reach the trainer alone and that the
+    worker can be killed with all that it started.
+
+    Args:
+        log: where the function's prints go; None = this process's stderr.
+    """
+
+    def __init__(self, function: Function, *, timeout_s: float, log: IO[bytes] | None) -> None:
+        self.channel, theirs = Pipe()
+        output = sys.__stderr__ if log is None else log
+        command = [sys.executable, "-P", "-c", START, str(ROOT), str(theirs.fileno())]
+        self.process = subprocess.Popen(
+            [*command, str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        self._send(pickle.dumps((function, timeout_s)))
+
+    @property
+    def pid(self) -> int:
+        """Process id, also the id of its process group."""
+        return self.process.pid
+
+    def send(self, tasks: Sequence[Task]) -> None:
+        """Hand over samples; only to a worker that has answered all earlier ones."""
+        self._send(pickle.dumps(list(tasks)))
+
+    def _send(self, message: bytes) -> None:
+        with suppress(ConnectionError):  # a dead worker shows up when it is read from
+            self.channel.send_bytes(message)
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message; None when the worker has died."""
+        try:
+            return json.loads(self.channel.recv_bytes())
+        except (EOFError, OSError):
+            return None
+
+    def kill(self, *, wait_s: float = 0.0) -> str:
+        """End it and all that it started; says how it ended, for messages.
+
+        Args:
+            wait_s: for a worker whose socket has closed: it may be about to end by itself, and how
+                is worth knowing.
+        """
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(wait_s)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        code = self.process.wait()
+        self.channel.close()
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
