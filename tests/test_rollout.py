@@ -1,0 +1,118 @@
+"""rollout.py: which requests are made, who makes them, and that every rank gets all completions."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+from ppo.config import load_config
+from ppo.data.dataset import Prompt
+from ppo.data.tokenizer import load_tokenizer
+from ppo.engines.contract import Completion, SamplingParams
+from ppo.run import Run
+from ppo.tiny import build_tiny_model
+from rollout import build_engine, generate, make_requests, spread
+from sharding.mesh import build_mesh, init_distributed
+from tests.distributed import run_distributed
+
+
+def make_prompts(lengths: list[int], uids: list[int] | None = None) -> list[Prompt]:
+    return [
+        Prompt(
+            uid=uid,
+            prompt_ids=[1 + uid] * length,
+            data_source="test",
+            ground_truth="",
+            extra_info={},
+            messages="",
+        )
+        for length, uid in zip(lengths, uids or range(len(lengths)), strict=True)
+    ]
+
+
+def test_requests_are_sample_major_with_one_uid_for_each_sample():
+    requests = make_requests(make_prompts([2, 3, 4]), 2)
+    assert [request.prompt_ids for request in requests] == [
+        [1, 1], [2, 2, 2], [3, 3, 3, 3], [1, 1], [2, 2, 2], [3, 3, 3, 3],
+    ]  # fmt: skip
+    assert len({request.uid for request in requests}) == 6
+
+
+def test_uids_depend_on_the_prompt_and_the_sample_alone():
+    alone = make_requests(make_prompts([5], uids=[8]), 4)
+    among_others = make_requests(make_prompts([1, 5, 2], uids=[3, 8, 1]), 2)
+    assert [alone[0].uid, alone[1].uid] == [among_others[1].uid, among_others[4].uid]
+
+
+def test_a_prompt_that_is_twice_in_a_batch_is_sampled_twice():
+    requests = make_requests(make_prompts([5, 5, 5], uids=[8, 2, 8]), 3)
+    assert len({request.uid for request in requests}) == 9
+
+
+def test_samples_of_a_prompt_stay_together_where_the_loads_allow_it():
+    shares = spread([10.0, 30.0, 20.0, 20.0], n=3, replicas=2)
+    assert sorted(itertools.chain(*shares)) == list(range(12))
+    assert {frozenset(i % 4 for i in share) for share in shares} == {
+        frozenset({0, 1}),
+        frozenset({2, 3}),
+    }
+    assert all(share == sorted(share) for share in shares)
+
+
+def test_samples_of_a_prompt_are_divided_where_whole_prompts_would_be_uneven():
+    shares = spread([10.0], n=4, replicas=4)
+    assert sorted(shares) == [[0], [1], [2], [3]]
+    shares = spread([10.0, 10.0, 10.0], n=2, replicas=2)
+    assert sorted(map(len, shares)) == [3, 3]
+
+
+def test_more_replicas_than_requests_leave_some_without_work():
+    assert sorted(map(len, spread([5.0, 7.0], n=1, replicas=4))) == [0, 0, 1, 1]
+
+
+def completions_of(rank: int, world_size: int, folder: Path, tp: int) -> list[Completion]:
+    """All completions as this rank gets them; prompts and replicas do not divide evenly."""
+    config = load_config(
+        None,
+        [
+            "model.path=tiny",
+            "data.train_files=tiny",
+            "trainer.device=cpu",
+            "rollout.dtype=float32",
+            "rollout.max_num_seqs=4",
+            f"rollout.tensor_model_parallel_size={tp}",
+            f"trainer.default_local_dir={folder / f'{world_size}-{tp}'}",
+        ],
+    )
+    mesh = build_mesh(config.dims(world_size, world_size), torch.device("cpu"))
+    model_folder = build_tiny_model(folder / "model")
+    module = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    fully_shard(module, mesh=mesh.fsdp)
+    tokenizer = load_tokenizer(model_folder)
+    params = SamplingParams(max_new_tokens=20, seed=3, stop_token_ids=tuple(range(30)))
+    with Run(config, mesh, command=[]) as run:
+        engine = build_engine(config, mesh, model_folder, tokenizer, run.dir)
+        run.drive(engine.wake(module))
+        completions = generate(engine, make_prompts([3, 9, 4, 1, 6]), params, n=3, run=run)
+        engine.close()
+    return completions
+
+
+def completions_on_three_meshes(rank: int, world_size: int, folder: Path) -> list[list[Completion]]:
+    return [completions_of(rank, world_size, folder, tp) for tp in (1, 2, 4)]
+
+
+@pytest.mark.distributed
+def test_every_rank_gets_the_completions_that_one_rank_would_make(tmp_path):
+    with init_distributed(torch.device("cpu")):
+        expected = completions_of(0, 1, tmp_path, 1)
+    assert len(expected) == 15 and len({tuple(c.response_ids) for c in expected}) == 15
+    for meshes in run_distributed(completions_on_three_meshes, 4, tmp_path):
+        for completions in meshes:
+            for mine, one in zip(completions, expected, strict=True):
+                assert mine.response_ids == one.response_ids
+                assert mine.finish_reason == one.finish_reason
+                assert mine.logprobs == pytest.approx(one.logprobs, abs=2e-5)
