@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppo.attention import ATTENTION_NAME, Kernel, choose_kernel, make_documents, register
@@ -194,4 +193,4 @@ def values(
 ) -> Tensor:
     """A critic's forward; ppo.models.build_value_model documents the call."""
     hidden = _hidden_states(module, input_ids, position_ids, positions, attention)
-    return F.linear(hidden.float(), module.score.weight.float()).squeeze(-1)  # [K]
+    return torch.mv(hidden.float(), module.score.weight[0].float())  # [K]
