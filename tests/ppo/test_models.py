@@ -10,11 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from ppo.config.sections import ModelConfig
 from ppo.config.training import FsdpConfig, MixedPrecisionConfig
-from ppo.models import build_causal_lm, build_value_model, is_packable
+from ppo.forward import packing_obstacle
+from ppo.models import build_causal_lm, build_value_model, is_packable, load_hf_config
 from sharding.mesh import ParallelDims, build_mesh
 from tests.distributed import run_distributed
 from tests.ppo.hf_models import (
     FAMILIES,
+    SHAPE,
     packed_inputs,
     padded_inputs,
     plain_scores,
@@ -116,6 +118,21 @@ def _stored_value_model(path: Path):
     return AutoModelForSequenceClassification.from_pretrained(path)
 
 
+def assert_unpackable_model_scores_padded_rows(path: Path, mesh) -> None:
+    from transformers import AutoModelForCausalLM
+
+    documents = random_documents(LENGTHS)
+    ref = AutoModelForCausalLM.from_pretrained(path)
+    want, _ = plain_scores(ref, documents, TEMPERATURE)
+    module = build(build_causal_lm, path, mesh, checkpointing=True)
+    assert not is_packable(module)
+    got = module(**padded_inputs(documents), temperature=TEMPERATURE)
+    torch.testing.assert_close(got.logprobs, want, rtol=1e-5, atol=1e-5)
+    got.logprobs.sum().backward()
+    with pytest.raises(ValueError, match="padded rows only"):
+        module(**packed_inputs(documents))
+
+
 def assert_no_scored_token_still_runs_backward(path: Path, mesh) -> None:
     module = build(build_causal_lm, path, mesh)
     inputs = packed_inputs(random_documents([4]))
@@ -137,6 +154,7 @@ def check_all(rank: int, world_size: int, folders: dict[str, Path]) -> None:
     assert_frozen_bfloat16_model_scores_without_gradients(folders["gemma2"], mesh)
     assert_critic_starts_at_zero_and_takes_a_stored_head(folders["qwen2"], folders["critic"], mesh)
     assert_no_scored_token_still_runs_backward(folders["qwen2"], mesh)
+    assert_unpackable_model_scores_padded_rows(folders["lfm2"], mesh)
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +166,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     # Several files with an index, and shapes that two ranks cannot share evenly.
     made["llama"] = save_model(root / "files", "llama", max_shard_size="20KB", intermediate_size=45)
     made["mixtral"] = save_model(root / "mixtral", "mixtral", num_local_experts=3)
+    layers = ["conv", "full_attention"]
+    made["lfm2"] = save_model(root / "lfm2", "lfm2", layer_types=layers, block_multiple_of=8)
     config = AutoConfig.from_pretrained(made["qwen2"], num_labels=1, pad_token_id=0)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(root / "critic")
     return made | {"critic": root / "critic"}
@@ -156,3 +176,39 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.distributed
 def test_sharded_models_score_as_transformers_does(folders):
     run_distributed(check_all, 2, folders)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "extra", "reason"),
+    [
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "not causal"),
+        ("mamba", {}, "layers of type linear_attention"),
+        ("rwkv", {}, "state from token to token"),
+        ("gpt_oss", {"num_local_experts": 2}, "sinks"),
+        ("bloom", {}, "AttentionInterface"),
+        ("llama", {}, None),
+        ("mistral", {}, None),
+        ("qwen2_moe", {}, None),
+    ],
+)
+def test_the_reason_against_packing_is_named(model_type, extra, reason):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | extra))
+    obstacle = packing_obstacle(module)
+    assert obstacle is None if reason is None else reason in str(obstacle)
+
+
+def test_override_config_refuses_a_key_that_the_model_lacks(tmp_path):
+    folder = save_model(tmp_path / "llama", "llama")
+    config = load_hf_config(folder, model_config(folder, override_config={"rms_norm_eps": 0.5}))
+    assert config.rms_norm_eps == 0.5
+    with pytest.raises(ValueError, match=r"model.override_config.rms_norm: .* no such key"):
+        load_hf_config(folder, model_config(folder, override_config={"rms_norm": 0.5}))
+
+
+def test_dropout_is_switched_off(tmp_path):
+    folder = save_model(tmp_path / "llama", "llama", attention_dropout=0.3)
+    assert load_hf_config(folder, model_config(folder)).attention_dropout == 0.0
