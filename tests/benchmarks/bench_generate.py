@@ -1,0 +1,148 @@
+"""Tokens per second of the embedded engine against transformers' generate, on one rank.
+
+    python -m tests.benchmarks.bench_generate [--model HF_FOLDER] [--batch 32] [--max_new_tokens 96]
+
+Both sample the same number of tokens from the same ragged prompts: the engine's responses end at
+stop tokens, and transformers is told to end each row at the same length (its batch stays whole
+until the longest row has ended). Without --model: random weights in the shape of SmolLM2-135M.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StoppingCriteria
+
+from ppo.engines.contract import Request, SamplingParams
+from ppo.engines.embedded import TorchEngine
+from sharding.mesh import ParallelDims, build_mesh, init_distributed
+
+CPU = torch.device("cpu")
+TARGET = 1.2
+
+
+class EndRowsAt(StoppingCriteria):
+    """Ends row i when it has lengths[i] tokens beyond the prompt."""
+
+    def __init__(self, prompt_columns: int, lengths: Tensor):
+        self.ends = prompt_columns + lengths
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return input_ids.shape[1] >= self.ends
+
+
+def smollm2_config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+
+
+def make_requests(batch: int, vocab_size: int) -> list[Request]:
+    """Different prompts of 8 to 64 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(8, 65, (batch,), generator=generator).tolist()
+    return [
+        Request(i, torch.randint(0, vocab_size, (n,), generator=generator).tolist())
+        for i, n in enumerate(lengths)
+    ]
+
+
+def engine_generate(engine: TorchEngine, requests: list[Request], params: SamplingParams) -> Tensor:
+    """Lengths of the responses."""
+    for _ in engine.generate(requests, params):
+        pass
+    return torch.tensor([len(completion.response_ids) for completion in engine.completions])
+
+
+def transformers_generate(model: Any, requests: list[Request], lengths: Tensor) -> None:
+    columns = max(len(request.prompt_ids) for request in requests)
+    input_ids = torch.zeros(len(requests), columns, dtype=torch.int64)
+    mask = torch.zeros_like(input_ids)
+    for row, request in enumerate(requests):
+        input_ids[row, columns - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+        mask[row, columns - len(request.prompt_ids) :] = 1
+    model.generate(
+        input_ids,
+        attention_mask=mask,
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=int(lengths.max()),
+        eos_token_id=None,
+        pad_token_id=0,
+        stopping_criteria=[EndRowsAt(columns, lengths)],
+    )
+
+
+def timed(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", help="Hugging Face folder")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--max_new_tokens", type=int, default=96)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    config = AutoConfig.from_pretrained(args.model) if args.model else smollm2_config()
+    torch.manual_seed(0)
+    model: Any = (
+        AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+        if args.model
+        else AutoModelForCausalLM.from_config(config, dtype=dtype)
+    ).eval()
+    requests = make_requests(args.batch, config.vocab_size)
+    # One token of 40 ends a response: geometric lengths with a mean near 40.
+    stops = tuple(range(0, config.vocab_size, 40))
+    params = SamplingParams(max_new_tokens=args.max_new_tokens, stop_token_ids=stops)
+    with init_distributed(CPU):
+        engine = TorchEngine(
+            config,
+            build_mesh(ParallelDims(world_size=1, ranks_per_node=1), CPU),
+            None,
+            dtype=dtype,
+            max_model_len=64 + args.max_new_tokens,
+            max_num_seqs=args.batch,
+            max_num_batched_tokens=8192,
+            reshard_bucket_mib=64,
+            gpu_memory_utilization=0.6,
+        )
+        for _ in engine.wake(model):
+            pass
+        lengths = engine_generate(engine, requests, params)
+        ours, theirs = [], []
+        for _ in range(args.repeats):
+            ours.append(timed(lambda: engine_generate(engine, requests, params)))
+            theirs.append(timed(lambda: transformers_generate(model, requests, lengths)))
+        engine.close()
+    tokens = int(lengths.sum())
+    mean, longest = float(lengths.float().mean()), int(lengths.max())
+    rates = [tokens / statistics.median(seconds) for seconds in (ours, theirs)]
+    ratio = rates[0] / rates[1]
+    sys.stdout.write(
+        f"{args.batch} rows, response lengths mean {mean:.1f} max {longest}, {args.dtype}, "
+        f"{torch.get_num_threads()} threads\n"
+        f"embedded engine       {rates[0]:8.1f} tokens/s\n"
+        f"transformers generate {rates[1]:8.1f} tokens/s\n"
+        f"ratio {ratio:.2f} (target {TARGET})\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
