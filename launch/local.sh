@@ -9,7 +9,7 @@
 set -euo pipefail
 
 # Knobs, from the environment
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+gpus=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
 NPROC_PER_NODE=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))} # ranks
 MAX_RESTARTS=${MAX_RESTARTS:-0}                            # restarts after a crash of a rank
 SHUTDOWN_TIMEOUT=${SHUTDOWN_TIMEOUT:-300}                  # seconds to save after SIGTERM
