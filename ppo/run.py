@@ -55,9 +55,8 @@ class Run:
         """
         Args:
             command: the command line, for the record.
-            restart_count: how often a launcher has restarted this job: TORCHELASTIC_RESTART_COUNT
-                plus SLURM_RESTART_COUNT. Only a first start (0) obeys resume_mode disable and
-                removes an old STOP file.
+            restart_count: TORCHELASTIC_RESTART_COUNT. Only a first start (0) obeys resume_mode
+                disable and removes an old STOP file.
         """
         self.dir = config.run_dir
         self.mesh = mesh
@@ -207,7 +206,11 @@ class Run:
 
     def _end_well(self) -> None:
         """Wait for the others: a rank that fails now must not find a good end already written."""
-        dist.barrier(group=self.mesh.host_group)
+        try:
+            dist.barrier(group=self.mesh.host_group)
+        except RuntimeError as error:
+            self._fail(f"another rank has gone: {error}")
+            raise
         reason = STOP_REASONS[self._stop_code]
         self.status("preempted" if reason else "finished", self.step, reason)
         logger.info("%s after step %d", f"stopped ({reason})" if reason else "done", self.step)
