@@ -302,6 +302,7 @@ def test_ctrl_c_ends_a_run_and_its_children_within_ten_seconds(
     )  # fmt: skip
     assert process.stdout is not None
     process.stdout.readline()
+    time.sleep(1)  # the line says that the next call is the one to be hit
     children = descendants(process.pid)
     start = time.monotonic()
     for _ in range(2):  # the terminal's and torchrun's
