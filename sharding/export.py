@@ -6,6 +6,7 @@ process groups.
 
 import logging
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,9 @@ def _read(folder: Path, prefix: str, dtype: torch.dtype | None) -> dict[str, Ten
             table[name] = torch.empty(entry.size, dtype=wanted)
     if not table:
         raise CheckpointError(f"{folder.parent}: holds no model {prefix.split('.')[1]}")
-    load(table, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as wanted
+        load(table, storage_reader=reader, no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in table.items()}
 
 
