@@ -1,7 +1,10 @@
-"""Generation: n samples per prompt, spread over the engines, back in order on every rank.
+r"""Generation: n samples per prompt, spread over the engines, back in order on every rank.
 
-Owns the way from prompts to completions that training, validation and evaluation share. Must not
-know rewards or training.
+    torchrun --nproc_per_node=8 rollout.py --config ppo.yaml --data FILE --out samples.parquet \
+        [--checkpoint RUN_OR_STEP_OR_HF_FOLDER] [key.sub=value ...]
+
+As a module it owns the way from prompts to completions that training and validation share, and must
+not know rewards or training. As a program it generates and scores (ppo/evaluation.py).
 
 Communication: `generate` polls over the host group while it waits and gathers over it at the end.
 """
@@ -9,24 +12,27 @@ Communication: `generate` polls over the host group while it waits and gathers o
 import heapq
 import importlib.util
 import logging
+import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppo.config import Config
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion, Engine, Request, SamplingParams
-from ppo.models import load_hf_config
 from ppo.run import Run
 from sharding.mesh import Mesh
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +46,15 @@ def build_engine(
     config: Config,
     mesh: Mesh,
     model_path: Path,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     run_dir: Path,
     *,
-    module: nn.Module | None = None,
+    module: Any,
 ) -> Engine:
     """The engine of `rollout.engine`; auto is SGLang where there are CUDA and sglang.
 
-    model_path is a Hugging Face folder of which only the configuration counts, run_dir takes the
-    engine's log. SGLang is given the sharded actor `module` at its start. Collective.
+    `module` is the sharded actor with its Hugging Face `config`; model_path is the folder that has
+    this configuration as a file, and run_dir takes the engine's log. Collective.
     """
     rollout = config.rollout
     kind = rollout.engine
@@ -59,12 +65,11 @@ def build_engine(
     if kind == "sglang":
         from ppo.engines.sglang_engine import SGLangEngine
 
-        assert module is not None, "rollout.engine=sglang starts from the actor"
         return SGLangEngine(config, mesh, module, model_path=str(model_path), log_dir=run_dir)
     from ppo.engines.embedded import TorchEngine
 
     return TorchEngine(
-        load_hf_config(model_path, config.model),
+        module.config,
         mesh,
         tokenizer,
         dtype=getattr(torch, rollout.dtype),
@@ -177,3 +182,27 @@ def _gather(
     for share, part in zip(shares, packed, strict=True):
         merged.update(zip(share, part.unpack(), strict=True))
     return [merged[number] for number in range(len(merged))]
+
+
+@record
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done or stopped; 2 wrong configuration or data."""
+    # They build on this module.
+    from ppo.config import ConfigError
+    from ppo.data.rows import DataError
+    from ppo.evaluation import evaluate, load_evaluation, parse_options
+    from ppo.setup import Launch, open_run
+
+    launch = Launch.from_env(os.environ)
+    try:
+        options = parse_options(sys.argv[1:] if argv is None else argv)
+        config = load_evaluation(options, launch.problems)
+        with open_run(config, launch, sys.argv) as run:
+            evaluate(config, run, options)
+    except (ConfigError, DataError) as error:
+        return launch.report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

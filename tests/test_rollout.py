@@ -94,7 +94,7 @@ def completions_of(rank: int, world_size: int, folder: Path, tp: int) -> list[Co
     tokenizer = load_tokenizer(model_folder)
     params = SamplingParams(max_new_tokens=20, seed=3, stop_token_ids=tuple(range(30)))
     with Run(config, mesh, command=[]) as run:
-        engine = build_engine(config, mesh, model_folder, tokenizer, run.dir)
+        engine = build_engine(config, mesh, model_folder, tokenizer, run.dir, module=module)
         run.drive(engine.wake(module))
         completions = generate(engine, make_prompts([3, 9, 4, 1, 6]), params, n=3, run=run)
         engine.close()

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo.engines.kv_cache import KVCache, Step, cached_attention
+from ppo.weights import non_persistent_buffers
 from sharding.layout import FAMILIES, view_2d
 from sharding.reshard import Bucket
 
@@ -147,13 +148,21 @@ def _aliases(module: nn.Module) -> list[list[str]]:
 
 
 def _recompute_buffers(module: PreTrainedModel, device: torch.device) -> None:
-    """Buffers are in no checkpoint; the model's own initialisation makes them (rotary tables)."""
-    for part in module.modules():
-        buffers = dict(part.named_buffers(recurse=False))
-        for name, buffer in buffers.items():
-            setattr(part, name, torch.empty_like(buffer, device=device))
-        if buffers:
-            module._init_weights(part)
+    """Rotary tables and the like: the model's own initialisation makes what no checkpoint holds."""
+    buffers = non_persistent_buffers(module)
+    for name in dict(module.named_buffers()):
+        owner_name, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(owner_name)
+        buffer = torch.empty_like(owner.get_buffer(leaf), device=device)
+        owner._buffers[leaf] = buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer
+    for owner_name in {name.rpartition(".")[0] for name in buffers}:
+        module._init_weights(module.get_submodule(owner_name))
+    for name, buffer in module.named_buffers():
+        if name not in buffers or not buffer.is_floating_point() or buffer.isnan().any():
+            raise ValueError(
+                f"rollout.engine=torch cannot make the buffer {name} of "
+                f"{module.config.model_type}; use rollout.engine=sglang"
+            )
 
 
 def _output_head(module: PreTrainedModel) -> nn.Module:
