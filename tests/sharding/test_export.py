@@ -71,8 +71,8 @@ def test_a_value_model_is_exported_as_a_classifier_with_one_label(tmp_path):
         num_hidden_layers=1,
         num_attention_heads=4,
         pad_token_id=0,
-        **{"num_labels": 1},
     )
+    config.num_labels = 1
     outputs = _save(tmp_path, {"critic": LlamaForSequenceClassification(config)})
     out = export_hf(tmp_path, tmp_path / "hf", model="critic")
     model = AutoModelForSequenceClassification.from_pretrained(out)
