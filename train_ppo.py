@@ -66,7 +66,7 @@ from ppo.setup import (
 )
 from ppo.summary import log_samples, perf_metrics, summarise_batch, validate
 from ppo.update import epoch_mini_batches, needs_old_logprobs, update_actor, update_critic
-from sharding.checkpoint import Checkpointer
+from sharding.checkpoint import Checkpointer, find_checkpoint
 
 logger = logging.getLogger("train_ppo")
 
@@ -117,7 +117,7 @@ def train(config: Config, run: Run) -> None:
         collector = owned.enter_context(open_collector(config, run, prompts, actor, pool))
         batchers = make_batchers(config, run, prompts, actor)
         tracker = owned.enter_context(open_tracker(config, run))
-        checkpoints = owned.enter_context(open_checkpoints(config, run))
+        checkpoints = owned.enter_context(open_checkpoints(config, run, prompts))
         state = TrainState(sampler, make_kl_controller(config.algorithm.kl_ctrl))
         resume(config, run, checkpoints, models, state)
         tracker.truncate(state.step or -1)
@@ -285,11 +285,10 @@ def save_checkpoint(
     values: Mapping[str, float],
 ) -> None:
     """Write the state at this iteration boundary; `values` may hold trainer.keep_best's metric."""
-    trained = models.trained()
     checkpoints.save(
         state.step,
-        {name: learner.module for name, learner in trained.items()},
-        {name: learner.optimizer for name, learner in trained.items()},
+        models.modules(),
+        models.optimizers(config.actor.checkpoint.save_contents),
         state.state_dict() | {"config": to_yaml(config)},
         metric=values.get(config.trainer.keep_best or ""),
     )
@@ -303,15 +302,11 @@ def resume(
     mode = run.resume_mode
     if mode == "disable":
         return
-    folder = checkpoints.latest() if mode == "auto" else Path(mode)
+    folder = checkpoints.latest() if mode == "auto" else find_checkpoint(Path(mode))
     if folder is None:
         return
-    trained = models.trained()
-    saved = checkpoints.load(
-        folder,
-        {name: learner.module for name, learner in trained.items()},
-        {name: learner.optimizer for name, learner in trained.items()},
-    )
+    optimizers = models.optimizers(config.actor.checkpoint.save_contents)
+    saved = checkpoints.load(folder, models.modules(), optimizers)
     changed = changed_keys(from_yaml(saved["config"]), config)
     if changed and not config.trainer.allow_changed_config:
         raise ConfigError(

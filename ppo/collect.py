@@ -6,7 +6,7 @@ training. Every method is called by every rank and leaves the same batch on each
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,8 +45,9 @@ class Collector:
     def awake(self, learner: Learner, metrics: Metrics) -> Iterator[None]:
         """The engine with the learner's weights; its memory is given back afterwards."""
         try:
-            with metrics.timed("reshard"), learner.on_device() as module:
-                self.run.drive(self.engine.wake(module))
+            with metrics.timed("reshard"), ExitStack() as resident:
+                module = resident.enter_context(learner.on_device())
+                self.run.drive(self.engine.wake(module, loaded=resident.close))
             yield
         finally:
             with metrics.timed("release"):

@@ -33,6 +33,7 @@ from ppo.scoring import Batcher
 from ppo.tiny import build_tiny_model
 from ppo.tracking import Tracker
 from rollout import build_engine
+from sharding.checkpoint import Checkpointer
 from sharding.mesh import build_mesh, init_distributed
 
 if TYPE_CHECKING:  # --check answers without the seconds that transformers takes
@@ -232,6 +233,15 @@ class Models(NamedTuple):
         """The models of a checkpoint."""
         return {m.name: m for m in (self.actor, self.critic) if m is not None}
 
+    def modules(self) -> dict[str, nn.Module]:
+        """Modules of a checkpoint, by name."""
+        return {name: learner.module for name, learner in self.trained().items()}
+
+    def optimizers(self, save_contents: Sequence[str]) -> dict[str, torch.optim.Optimizer]:
+        """Optimizers of a checkpoint, by the name of their model; none where not asked for."""
+        learners = self.trained() if "optimizer" in save_contents else {}
+        return {name: learner.optimizer for name, learner in learners.items()}
+
 
 def build_models(config: Config, run: Run, total_steps: int) -> Models:
     """Actor, critic and reference, each rank loading its own shards."""
@@ -338,3 +348,17 @@ def total_steps_of(config: Config, sampler: PromptSampler) -> int:
 def open_tracker(config: Config, run: Run) -> Tracker:
     """Where metrics and samples go; rank 0 writes."""
     return Tracker(run.dir, enabled=run.mesh.rank == 0, loggers=config.trainer.logger)
+
+
+def open_checkpoints(config: Config, run: Run, prompts: Prompts) -> Checkpointer:
+    """The checkpoints of the run folder."""
+    wants_hf = "hf_model" in config.actor.checkpoint.save_contents
+    return Checkpointer(
+        run.dir / "checkpoints",
+        run.mesh,
+        async_save=config.trainer.async_save,
+        max_to_keep=config.trainer.max_ckpt_to_keep,
+        keep_best=config.trainer.keep_best is not None,
+        assets=[prompts.tokenizer],
+        hf_models=["actor"] if wants_hf else [],
+    )

@@ -4,7 +4,7 @@ Owns the request and completion types and the order of calls. Must not know any 
 trainer's loop or how requests are spread over replicas.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -85,9 +85,12 @@ class Engine(Protocol):
     stats: dict[str, float]
     """Metrics of the last wake (reshard/*) and generate (rollout/*)."""
 
-    def wake(self, module: nn.Module) -> Iterator[None]:
+    def wake(
+        self, module: nn.Module, loaded: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
         """Takes memory and loads the weights of `module` (FSDP2-sharded, HF parameter names).
 
+        `loaded` is called when `module` has been read, before the KV cache takes its memory.
         Collective over the shard group: every rank has to advance it the same number of times.
         """
         ...

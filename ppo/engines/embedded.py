@@ -9,7 +9,7 @@ length over the rollout host group.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,9 @@ class TorchEngine:
         self.completions: list[Completion] = []
         self.stats: dict[str, float] = {}
 
-    def wake(self, module: nn.Module) -> Iterator[None]:
+    def wake(
+        self, module: nn.Module, loaded: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
         """Allocates the weights and fills them from `module`, one bucket per slice."""
         assert not self._awake, "wake twice without release"
         if self._resharder is None or self._resharder[0] is not module:
@@ -89,6 +91,7 @@ class TorchEngine:
             self._model.fill(bucket)
             yield
         self._model.check_filled()
+        loaded()
         self._awake = True
         stats = resharder.stats
         self.stats = {
