@@ -5,12 +5,16 @@ Pure functions, without sglang. Must not know: processes, weights.
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ppo.config import Config
 from ppo.config.sections import RolloutConfig
+from sharding.dims import ParallelDims
 
 LOADER = "ppo.engines.sglang_loader.load"
 CPU_ENGINE = Path(__file__).resolve().parents[2] / "launch" / "cpu_engine"
@@ -92,6 +96,56 @@ def plan_memory(
     return Memory(weight_bytes, tokens * token_bytes, tokens)
 
 
+def device_bytes(device: torch.device, ranks_per_node: int) -> int:
+    """All memory of this rank's device; on a CPU, its share of the node's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node
+
+
+def host_settings(
+    config: Config,
+    dims: ParallelDims,
+    *,
+    rank: int,
+    device: torch.device,
+    kv_tokens: int,
+    model_path: str,
+) -> dict[str, Any]:
+    """What a leader tells its host: the engine's arguments, variables, folders to import from.
+
+    Raises ValueError for devices that cannot be seen, and for engine_kwargs that are ours.
+    """
+    cuda, tp = device.type == "cuda", dims.rollout_tp
+    if cuda and torch.cuda.device_count() < tp:
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size={tp}: rank {rank} sees "
+            f"{torch.cuda.device_count()} devices; let every rank of a node see all of them "
+            "(Slurm: --gpus-per-node, not --gpus-per-task)"
+        )
+    arguments = engine_arguments(
+        config,
+        model_path=model_path,
+        device_index=torch.cuda.current_device() if cuda else None,
+        kv_tokens=kv_tokens,
+        seed=config.trainer.seed + 1_000_003 * (rank // tp),
+    )
+    if cuda:
+        variables = environment(cpu_binding=None, tp=tp)
+        return {"engine": arguments, "environment": variables, "first_on_path": []}
+    binding = thread_binding(
+        sorted(os.sched_getaffinity(0)),
+        local_rank=rank % dims.ranks_per_node,
+        tp=tp,
+        ranks_per_node=dims.ranks_per_node,
+    )
+    return {
+        "engine": arguments,
+        "environment": environment(cpu_binding=binding, tp=tp),
+        "first_on_path": [str(CPU_ENGINE)],
+    }
+
+
 def thread_binding(cores: list[int], *, local_rank: int, tp: int, ranks_per_node: int) -> str:
     """SGLANG_CPU_OMP_THREADS_BIND for the engine of a leader: one entry of cores per TP rank."""
     each = max(1, len(cores) // ranks_per_node)
@@ -124,26 +178,19 @@ def environment(*, cpu_binding: str | None, tp: int) -> dict[str, str]:
 
 
 def engine_arguments(
-    rollout: RolloutConfig,
-    *,
-    model_path: str,
-    tokenizer_path: str | None,
-    trust_remote_code: bool,
-    device_index: int | None,
-    kv_tokens: int,
-    seed: int,
-    deterministic: bool,
+    config: Config, *, model_path: str, device_index: int | None, kv_tokens: int, seed: int
 ) -> dict[str, Any]:
     """Arguments of `sglang.Engine`, `rollout.engine_kwargs` included.
 
     `device_index` None is the CPU. Raises ValueError for engine_kwargs that follow from other keys.
     """
+    rollout, model = config.rollout, config.model
     if refused := sorted(OURS & rollout.engine_kwargs.keys()):
         raise ValueError(f"rollout.engine_kwargs: {', '.join(refused)} is set by the trainer")
     arguments: dict[str, Any] = {
         "model_path": model_path,
-        "tokenizer_path": tokenizer_path,
-        "trust_remote_code": trust_remote_code,
+        "tokenizer_path": None if model.tokenizer_path == model.path else model.tokenizer_path,
+        "trust_remote_code": model.trust_remote_code,
         # Texts that end a response are found in text: only then does the engine detokenize.
         "skip_tokenizer_init": not rollout.stop,
         "load_format": "dummy",
@@ -159,10 +206,12 @@ def engine_arguments(
         "watchdog_timeout": rollout.timeout_s,
         "log_level": "info",
     }
+    if model.override_config:
+        arguments["json_model_override_args"] = json.dumps(model.override_config)
     if device_index is None:
         arguments |= _cpu_arguments()
     else:
-        arguments |= _cuda_arguments(rollout, device_index, deterministic)
+        arguments |= _cuda_arguments(config, device_index)
     return arguments | rollout.engine_kwargs
 
 
@@ -175,13 +224,14 @@ def _cpu_arguments() -> dict[str, Any]:
     }
 
 
-def _cuda_arguments(rollout: RolloutConfig, index: int, deterministic: bool) -> dict[str, Any]:
+def _cuda_arguments(config: Config, index: int) -> dict[str, Any]:
     return {
         "device": "cuda",
         "base_gpu_id": index,
-        "enable_memory_saver": rollout.free_cache_engine,
-        "disable_cuda_graph": rollout.enforce_eager,
+        "enable_memory_saver": config.rollout.free_cache_engine,
+        "disable_cuda_graph": config.rollout.enforce_eager,
         # A share of what is free at the start, not of the card: max_total_tokens decides instead.
         "mem_fraction_static": 0.97,
-        "enable_deterministic_inference": deterministic,
+        # Per-sample seeds, which rollout.py gives, have no effect without it.
+        "enable_deterministic_inference": config.trainer.deterministic,
     }

@@ -11,9 +11,7 @@ control back in between. `start` and `generate` wait on the leader only and are 
 from __future__ import annotations
 
 import gc
-import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
@@ -64,7 +62,6 @@ class SGLangEngine:
         *,
         model_path: str,
         log_dir: Path,
-        tokenizer_path: str | None = None,
     ) -> None:
         """Start the engine's processes without waiting for them. Collective over all ranks.
 
@@ -82,56 +79,29 @@ class SGLangEngine:
             self.rollout,
             module.config,
             parameters=sum(parameter.numel() for _, parameter in named_shards(module)),
-            device_bytes=_device_bytes(mesh),
+            device_bytes=sglang_args.device_bytes(mesh.device, mesh.dims.ranks_per_node),
             on_cpu=mesh.device.type == "cpu",
         )
-        settings = self._settings(model_path, tokenizer_path)
+        settings = sglang_args.host_settings(
+            config,
+            mesh.dims,
+            rank=mesh.rank,
+            device=mesh.device,
+            kv_tokens=self._memory.kv_tokens,
+            model_path=model_path,
+        )
         self._sync = WeightSync(
             module,
             mesh,
             dtype=getattr(torch, self.rollout.dtype),
             bucket_mib=self.rollout.reshard_bucket_mib,
         )
+        if mesh.device.type == "cpu":
+            logger.info("SGLang on a CPU: functional, not fast (launch/cpu_engine/README.md)")
         if self.is_leader:
-            log = log_dir / f"engine_rank{mesh.rank:04d}.log"
+            log_dir.mkdir(parents=True, exist_ok=True)
+            log = log_dir / f"engine_{mesh.rank:04d}.log"
             self._host = HostProcess(settings, rank=mesh.rank, log=log)
-
-    def _settings(self, model_path: str, tokenizer_path: str | None) -> dict[str, Any]:
-        """What the host process is told."""
-        dims, cuda = self.mesh.dims, self.mesh.device.type == "cuda"
-        if cuda and torch.cuda.device_count() < dims.rollout_tp:
-            raise ValueError(
-                f"rollout.tensor_model_parallel_size={dims.rollout_tp}: rank {self.mesh.rank} sees "
-                f"{torch.cuda.device_count()} devices; let every rank of a node see all of them "
-                "(Slurm: --gpus-per-node, not --gpus-per-task)"
-            )
-        arguments = sglang_args.engine_arguments(
-            self.rollout,
-            model_path=model_path,
-            tokenizer_path=tokenizer_path,
-            trust_remote_code=self.config.model.trust_remote_code,
-            device_index=torch.cuda.current_device() if cuda else None,
-            kv_tokens=self._memory.kv_tokens,
-            seed=self.config.trainer.seed + 1_000_003 * self.mesh.rollout_dp_rank,
-            deterministic=self.config.trainer.deterministic,
-        )
-        if self.config.model.override_config:
-            arguments["json_model_override_args"] = json.dumps(self.config.model.override_config)
-        if cuda:
-            variables = sglang_args.environment(cpu_binding=None, tp=dims.rollout_tp)
-            return {"engine": arguments, "environment": variables, "first_on_path": []}
-        logger.info("SGLang on a CPU: functional, not fast (launch/cpu_engine/README.md)")
-        binding = sglang_args.thread_binding(
-            sorted(os.sched_getaffinity(0)),
-            local_rank=self.mesh.local_rank,
-            tp=dims.rollout_tp,
-            ranks_per_node=dims.ranks_per_node,
-        )
-        return {
-            "engine": arguments,
-            "environment": sglang_args.environment(cpu_binding=binding, tp=dims.rollout_tp),
-            "first_on_path": [str(sglang_args.CPU_ENGINE)],
-        }
 
     def start(self) -> Iterator[None]:
         """Wait on the leaders until the engine is up; check its KV cache, release its memory."""
@@ -152,7 +122,7 @@ class SGLangEngine:
                 self._ask("release", {"tags": [KV_CACHE, WEIGHTS]})
         self._state = State.RELEASED if self.rollout.free_cache_engine else State.STALE
 
-    def wake(self, module: nn.Module) -> Iterator[None]:
+    def wake(self, module: nn.Module, loaded: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Map the weights, load and verify them, map the KV cache.
 
         ``module`` is the one that the engine was built for. Every rank yields at the same times.
@@ -164,6 +134,7 @@ class SGLangEngine:
         assert self._state in (State.RELEASED, State.STALE), f"wake in state {self._state}"
         self._resume(WEIGHTS, self._memory.weight_bytes)
         self._load()
+        loaded()
         self._resume(KV_CACHE, self._memory.kv_bytes)
         self._state = State.AWAKE
         yield
@@ -266,13 +237,17 @@ class SGLangEngine:
         }
 
     def release(self) -> None:
-        """Give the memory back when the engine is idle. Collective; nothing after a failure."""
+        """Give the memory back when the engine is idle. Collective.
+
+        Does nothing after a failed wake, and nothing to an engine that has died in a generation.
+        """
         if self._state is not State.AWAKE:
             return
         self._state = State.STALE
         if self.rollout.free_cache_engine:
+            died = self._host is not None and self._host.ended
             tags = {"tags": [KV_CACHE, WEIGHTS]}
-            self._agree(lambda: self._ask_leader("release", tags))
+            self._agree(lambda: None if died else self._ask_leader("release", tags))
             self._state = State.RELEASED
 
     def close(self) -> None:
@@ -311,11 +286,3 @@ class SGLangEngine:
         if lines:
             raise EngineError("\n".join(lines))
         return [result for result, _ in gathered]
-
-
-def _device_bytes(mesh: Mesh) -> int:
-    """All memory of this rank's device; of a CPU, its share of the node's."""
-    if mesh.device.type == "cuda":
-        return torch.cuda.get_device_properties(mesh.device).total_memory
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return ram // mesh.dims.ranks_per_node

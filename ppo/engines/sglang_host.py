@@ -82,7 +82,9 @@ class EngineHost:
         self.engine = engine
         self.manager = engine.tokenizer_manager
         self.loader = loader
-        self.children = multiprocessing.active_children()
+        self.children = {
+            process: _title(process.pid) for process in multiprocessing.active_children()
+        }
         self.messages: asyncio.Queue = asyncio.Queue()
         self.aborting = False
 
@@ -91,7 +93,6 @@ class EngineHost:
         info = self.engine.get_server_info()
         return {
             "kv_tokens": info["max_total_num_tokens"],
-            "children": {child.name: child.pid for child in self.children},
             "version": info["version"],
         }
 
@@ -146,9 +147,9 @@ class EngineHost:
         return task.result()
 
     def _check_children(self) -> None:
-        for child in self.children:
+        for child, title in self.children.items():
             if not child.is_alive():
-                self._fail(f"engine process {child.name} ended with exit code {child.exitcode}")
+                self._fail(f"engine process {title} ended with exit code {child.exitcode}")
 
     def _fail(self, reason: str) -> None:
         """End this process and, with it, the engine's."""
@@ -237,6 +238,11 @@ class EngineHost:
             "cached_tokens": sum(info["cached_tokens"] for info in infos),
             "loads": loads,
         }
+
+
+def _title(pid: int | None) -> str:
+    """The name that an engine process has given itself, such as sglang::scheduler_TP0."""
+    return Path(f"/proc/{pid}/cmdline").read_text().strip("\0 ")
 
 
 def _check(answer: tuple[bool, str]) -> None:

@@ -27,6 +27,7 @@ from sharding.verify import checksum
 UNWRITTEN = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA5A5A5)}
 CUT = 1 << 24  # elements looked at once
 MOST_NAMED = 5
+MOST_OF_A_NAME = 500
 
 
 class LoadError(ValueError):
@@ -44,7 +45,7 @@ def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     The answer is JSON: {"error": text, "differing": parameters whose checksum is another}.
     """
     (text, flat), (_, result) = named_tensors
-    answer: dict[str, Any] = {}
+    answer: dict[str, Any] = {"error": "", "differing": []}
     try:
         instruction = json.loads(text)
         answer["error"] = _follow(model, instruction, flat)
@@ -60,7 +61,9 @@ def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 def _within(answer: dict[str, Any], limit: int) -> bytes:
     while len(encoded := json.dumps(answer).encode()) > limit:
-        answer = {"error": answer["error"][: limit // 4], "differing": answer["differing"][:1]}
+        error, names = answer["error"], answer["differing"]
+        names = [name[:MOST_OF_A_NAME] for name in names[: max(1, len(names) // 2)]]
+        answer = {"error": error[: len(error) // 2], "differing": names}
     return encoded
 
 

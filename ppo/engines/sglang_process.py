@@ -57,6 +57,11 @@ class HostProcess:
         self._connection = Connection(ours.detach())
         self.submit("start", **settings)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the engine has been found dead, or been closed."""
+        return self._connection.closed
+
     def submit(self, verb: str, **arguments: Any) -> int:
         """Send a call and return its number. Raises EngineError when the host does not read."""
         call, self._next_call = self._next_call, self._next_call + 1

@@ -32,6 +32,7 @@ from sharding.shards import named_shards
 from sharding.verify import Checksums
 
 RESULT_BYTES = 4096
+MOST_PROBLEMS = 5
 Ask = Callable[[str, dict[str, Any]], Any]
 """Asks the leader's engine: verb and arguments."""
 
@@ -95,7 +96,8 @@ class WeightSync:
             guard("update", payloads=self._gathered(payload))
             dist.barrier(self.mesh.rollout_host_group)  # the engine has read everybody's payload
             answer = json.loads(bytes(result.tolist()).rstrip(b"\0") or b"{}")
-            if text := answer.get("error"):
+            result.zero_()
+            if (text := answer.get("error")) and len(problems) < MOST_PROBLEMS:
                 problems.append(f"SGLang cannot {action} weights: {text}")
             self.differing = answer.get("differing", [])
         guard("end_update")
@@ -146,18 +148,19 @@ class WeightSync:
 
 
 class _Guard:
-    """Asks the engine on the leader, until the first failure; keeps what went wrong."""
+    """Asks the engine on the leader until it fails; ``problems`` gets the reason."""
 
     def __init__(self, ask: Ask | None, problems: list[str]) -> None:
         self.ask, self.problems = ask, problems
 
     def __call__(self, verb: str, **arguments: Any) -> None:
-        if self.ask is None or self.problems:
+        if self.ask is None:
             return
         try:
             self.ask(verb, arguments)
         except RuntimeError as error:
             self.problems.append(str(error))
+            self.ask = None
 
 
 def serialize(named_tensors: list[tuple[str, Tensor]]) -> bytes:
