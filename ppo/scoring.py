@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ppo.batch import Budget, MicroBatch, RolloutBatch, make_micro_batch, partition
+from ppo.batch import Budget, MicroBatch, RolloutBatch, make_micro_batch, partition, to_device
 from ppo.metrics import Metrics
 from ppo.run import Run
+from sharding.fsdp import forward_pass
 from sharding.mesh import Mesh
 
 
@@ -51,36 +52,29 @@ class Batcher:
         )
 
 
-@torch.no_grad()
 def _forward_all(
     module: nn.Module,
     batch: RolloutBatch,
     parts: Sequence[Sequence[int]],
     batcher: Batcher,
     run: Run,
-    score: Callable[[nn.Module, MicroBatch], tuple[Tensor, ...]],
-) -> list[Tensor]:
-    """Run every part of the batch through the module; [B, T] host tensors, whole on every rank.
+    score: Callable[[MicroBatch], Tensor],
+) -> Tensor:
+    """Run every part of the batch through the module; [B, T] on the host, whole on every rank.
 
     A stop request ends the pass: it is made again after the restart.
     """
-    outputs: list[Tensor] = []
-    module.eval()
-    for part in parts:
-        for indices in batcher.plan(batch, part):
-            if run.should_stop():
-                run.raise_stop()
-            micro = batcher.make(batch, indices)
-            scored = score(module, micro)
-            if not outputs:
-                shape = batch.response_mask.shape
-                outputs = [torch.zeros(shape, device=batcher.mesh.device) for _ in scored]
-            where = (micro.rows.to(batcher.mesh.device), micro.cols.to(batcher.mesh.device))
-            for output, value in zip(outputs, scored, strict=True):
-                output[where] = value
-    for output in outputs:
-        dist.all_reduce(output)  # every entry is set by exactly one rank, the others add zero
-    return [output.cpu() for output in outputs]
+    result = torch.zeros(batch.response_mask.shape, device=batcher.mesh.device)  # [B, T]
+    with forward_pass(module):
+        for part in parts:
+            for indices in batcher.plan(batch, part):
+                if run.should_stop():
+                    run.raise_stop()
+                micro = batcher.make(batch, indices)
+                rows, cols = (to_device(x, result.device) for x in (micro.rows, micro.cols))
+                result[rows, cols] = score(micro)
+    dist.all_reduce(result)  # every entry is set on one rank; the others add zero
+    return result.cpu()
 
 
 def response_logprobs(
@@ -101,7 +95,7 @@ def response_logprobs(
         metrics: given, actor/entropy is added to it.
     """
 
-    def score(module: nn.Module, micro: MicroBatch) -> tuple[Tensor, ...]:
+    def score(micro: MicroBatch) -> Tensor:
         scores = module(
             **micro.inputs,
             labels=micro.labels,
@@ -110,9 +104,9 @@ def response_logprobs(
         )
         if metrics is not None:
             metrics.add("actor/entropy", scores.entropy.sum(), micro.labels.numel())
-        return (scores.logprobs,)
+        return scores.logprobs
 
-    return _forward_all(module, batch, parts, batcher, run, score)[0]
+    return _forward_all(module, batch, parts, batcher, run, score)
 
 
 def response_values(
@@ -121,5 +115,5 @@ def response_values(
     """Values of the states before each response token, [B, T] float32 on the host of every rank."""
     everything = list(range(len(batch.prompts)))
     return _forward_all(
-        module, batch, [everything], batcher, run, lambda m, micro: (m(**micro.inputs),)
-    )[0]
+        module, batch, [everything], batcher, run, lambda micro: module(**micro.inputs)
+    )

@@ -86,7 +86,7 @@ def to_yaml(config: Config) -> str:
 def from_yaml(text: str) -> Config:
     """The configuration that `to_yaml` wrote. Raises ConfigError."""
     reader = _Reader()
-    for name, raw in yaml.safe_load(text).items():
+    for name, raw in parse(text).items():
         reader.read(raw, name)
     config = reader.config()
     if reader.problems:

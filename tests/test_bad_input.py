@@ -1,0 +1,145 @@
+"""Bad input ends at once with exit 2 and one message that says what, where and what to change."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import train_ppo
+from ppo.tiny import build_tiny_model
+
+ROOT = Path(train_ppo.__file__).parent
+
+
+@pytest.fixture
+def run_main(tmp_path, capfd):
+    """Run train_ppo.main in this process (a world of one); its exit code and stderr."""
+
+    def call(*overrides: str, config: str = "ppo_tiny.yaml") -> tuple[int, str]:
+        folder = f"trainer.default_local_dir={tmp_path / 'run'}"
+        code = train_ppo.main(["--config", config, folder, *overrides])
+        return code, capfd.readouterr().err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.total_step=3", ("trainer.total_step", "total_training_steps")),
+        ("actor.optim.lr=fast", ("actor.optim.lr", "fast")),
+        ("actor.ppo_mini_batch_size=7", ("actor.ppo_mini_batch_size", "16", "7")),
+        ("data.train_files=absent.parquet", ("data.train_files", "absent.parquet", "no such file")),
+        ("model.path=absent/folder/here", ("model.path", "absent/folder/here")),
+        ("rollout.temperature=-1", ("rollout.temperature", "-1")),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", ("actor_rollout_ref", "actor.optim.lr")),
+        ("actor.ulysses_sequence_parallel_size=3", ("ulysses_sequence_parallel_size", "possible")),
+        ("reward.function.path=absent.py", ("reward.function.path", "absent.py")),
+        ("algorithm.adv_estimator=grpo", ("algorithm.adv_estimator", "rollout.n")),
+    ],
+)
+def test_a_wrong_configuration_names_key_value_and_rule(run_main, override, words):
+    code, err = run_main(override)
+    assert code == 2
+    for word in words:
+        assert word in err
+    assert "Traceback" not in err and len(err.splitlines()) < 25
+
+
+def test_all_problems_are_listed_at_once(run_main):
+    code, err = run_main("trainer.sed=1", "actor.ppo_mini_batch_size=7", "rollout.temperature=-1")
+    assert code == 2
+    assert "trainer.sed" in err and "rollout.temperature" in err
+
+
+def test_a_learning_rate_in_scientific_notation_is_a_number(tmp_path):
+    from ppo.config import load_config
+
+    file = tmp_path / "lr.yaml"
+    file.write_text("model: {path: tiny}\ndata: {train_files: tiny}\nactor: {optim: {lr: 1e-5}}\n")
+    assert load_config(file).actor.optim.lr == 1e-5
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return f"data.train_files={path}"
+
+
+def row(content: str = "copy ab") -> dict:
+    return {
+        "data_source": "tiny",
+        "prompt": [{"role": "user", "content": content}],
+        "reward_model": {"style": "rule", "ground_truth": "ab"},
+    }
+
+
+def test_bad_data_names_file_row_and_column(run_main, tmp_path):
+    rows = [{"data_source": "tiny", "question": "?"}] * 20
+    code, err = run_main(write_rows(tmp_path / "a.parquet", rows))
+    assert code == 2 and "a.parquet" in err and "prompt" in err
+
+    schema = pa.schema({"prompt": pa.string(), "data_source": pa.string()})
+    pq.write_table(schema.empty_table(), tmp_path / "b.parquet")
+    code, err = run_main(f"data.train_files={tmp_path / 'b.parquet'}")
+    assert code == 2 and "b.parquet" in err and "empty" in err
+
+    rows = [row() for _ in range(20)]
+    rows[3] = row("copy " + "x" * 100)
+    code, err = run_main(
+        write_rows(tmp_path / "c.parquet", rows),
+        "data.filter_overlong_prompts=false",
+        "data.truncation=error",
+    )
+    assert code == 2 and "c.parquet" in err and "row 3" in err and "max_prompt_length" in err
+
+
+def test_a_tokenizer_without_chat_template_is_said_before_a_model_is_loaded(run_main, tmp_path):
+    folder = build_tiny_model(tmp_path / "model")
+    for file in folder.glob("*.jinja"):
+        file.unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    code, err = run_main(f"model.path={folder}")
+    assert code == 2 and "chat template" in err and "custom_chat_template" in err
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def other(): ...\n", ("compute_score", "other")),
+        ("def compute_score(a): return 0.0\n", ("compute_score",)),
+        ("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+         "    return 'good'\n", ("good",)),
+        ("import not_a_module\ndef compute_score(*a, **k): return 0.0\n", ("not_a_module",)),
+    ],
+)  # fmt: skip
+def test_a_reward_that_cannot_work_is_said_before_a_model_is_loaded(
+    run_main, tmp_path, source, words
+):
+    (tmp_path / "reward.py").write_text(source)
+    code, err = run_main(f"reward.function.path={tmp_path / 'reward.py'}")
+    assert code == 2
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.distributed
+def test_under_torchrun_the_message_comes_once_and_no_rank_is_left(tmp_path):
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "train_ppo.py"),
+        *("--config", "ppo_tiny.yaml", "trainer.total_step=3"),
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.count("did you mean") == 1
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
+    assert left.stdout == ""
