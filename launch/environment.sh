@@ -27,7 +27,7 @@ use_venv() {
     if ! has_torch "$VENV_PYTHON" && [[ $extras != *sglang* ]] && ! has_gpu; then
         install_cpu_torch
     fi
-    "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check -e ".[$extras]"
+    "$VENV_PYTHON" -m pip install -qq --disable-pip-version-check -e ".[$extras]"
     echo "$wanted" >"$stamp"
 }
 
@@ -68,7 +68,7 @@ has_gpu() {
 install_cpu_torch() {
     local version
     for version in "${CPU_TORCH[@]}"; do
-        if "$VENV_PYTHON" -m pip install --quiet --disable-pip-version-check "torch==$version" \
+        if "$VENV_PYTHON" -m pip install -qq --disable-pip-version-check "torch==$version" \
             2>/dev/null; then
             echo "torch $version"
             return

@@ -58,7 +58,7 @@ def gym_rows(
             "method": method,
         }
         return make_row(
-            ask(entry["question"], instruction=asked, system=system),
+            ask(f"{entry['question']}\n{asked}" if asked else entry["question"], system=system),
             data_source=f"reasoning_gym/{task}",
             ability="reasoning",
             ground_truth=entry["answer"],

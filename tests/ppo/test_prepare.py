@@ -120,7 +120,7 @@ def test_reasoning_gym_holds_test_questions_out_and_repeats_itself(tmp_path):
     assert read(tmp_path / "c" / "train.parquet") != train
     for row in test[:20]:
         (message,) = row["prompt"]
-        assert message["content"].endswith("= Reply with only the final answer.")
+        assert message["content"].endswith("=\nReply with only the final answer.")
         expression = row["extra_info"]["question"].rpartition(":")[2].rstrip(" =")
         truth = row["reward_model"]["ground_truth"]
         assert eval(expression) == int(truth)
