@@ -1,0 +1,139 @@
+"""Parameters, gradients and optimizer state between the device and pinned host memory.
+
+Owns where the tensors of a module or an optimizer rest between their uses. Tensor objects stay the
+same, so that FSDP2, optimizers and checkpoints keep their references: while a tensor is offloaded
+its data are in host memory (readable and writable there), and its device memory is free. Tensors
+that live on the host anyway (device cpu, FSDP2's CPUOffloadPolicy) are left alone. Must not know
+when anything is needed.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from sharding.fsdp import reshard
+
+
+class _Parked(NamedTuple):
+    """One tensor that is offloaded.
+
+    `on_device` is an alias of its device storage, which is emptied. FSDP2 keeps aliases of its own
+    (the padded shard that it gathers from), so the storage must be the same one afterwards.
+    """
+
+    tensor: Tensor
+    on_device: Tensor
+    num_bytes: int
+    host: Tensor  # [num_bytes] uint8, pinned
+
+
+class _Place:
+    """Where the tensors of one owner are, and its host memory, which is kept for the next time."""
+
+    def __init__(self) -> None:
+        self.parked: list[_Parked] = []
+        self._spare: dict[int, list[Tensor]] = {}
+
+    def park(self, tensors: Iterable[Tensor]) -> None:
+        """Copy to the host, free the device storages. Returns when both are done."""
+        moved = [self._copy(tensor) for tensor in tensors]
+        if any(p.on_device.is_cuda for p in moved):
+            torch.cuda.current_stream(moved[0].on_device.device).synchronize()
+        for p in moved:
+            p.tensor.data = _typed(p.host, p.on_device)
+            p.on_device.untyped_storage().resize_(0)
+        self.parked += moved
+
+    def restore(self) -> None:
+        """Allocate the device storages again and copy back, in the order of the current stream."""
+        for p in self.parked:
+            p.on_device.untyped_storage().resize_(p.num_bytes)
+            _bytes(p.on_device, p.num_bytes).copy_(p.host, non_blocking=True)
+            p.tensor.data = p.on_device
+            self._spare.setdefault(p.num_bytes, []).append(p.host)
+        self.parked.clear()
+
+    def _copy(self, tensor: Tensor) -> _Parked:
+        num_bytes = tensor.untyped_storage().nbytes()
+        spare = self._spare.get(num_bytes)
+        host = (
+            spare.pop()
+            if spare
+            else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        )
+        host.copy_(_bytes(tensor, num_bytes), non_blocking=True)
+        return _Parked(tensor, tensor.data, num_bytes, host)
+
+
+_PLACES: WeakKeyDictionary[nn.Module | Optimizer, _Place] = WeakKeyDictionary()
+
+
+def offload_module(module: nn.Module) -> None:
+    """Parameters and gradients of an FSDP2 (or plain) module to the host.
+
+    Gathered FSDP2 units are freed first: only this rank's shards move.
+    """
+    reshard(module)
+    _park(module, _module_tensors(module))
+
+
+def reload_module(module: nn.Module, device: torch.device) -> None:
+    """Undo `offload_module`; `device` is the one that the tensors came from."""
+    _restore(module, device)
+
+
+def offload_optimizer(optimizer: Optimizer) -> None:
+    """State of an optimizer to the host; before its first step there is none."""
+    _park(optimizer, _optimizer_tensors(optimizer))
+
+
+def reload_optimizer(optimizer: Optimizer, device: torch.device) -> None:
+    """Undo `offload_optimizer`; `device` is the one that the tensors came from."""
+    _restore(optimizer, device)
+
+
+def _park(owner: nn.Module | Optimizer, tensors: Iterator[Tensor]) -> None:
+    place = _PLACES.setdefault(owner, _Place())
+    place.park([tensor for tensor in tensors if tensor.is_cuda])
+
+
+def _restore(owner: nn.Module | Optimizer, device: torch.device) -> None:
+    place = _PLACES.get(owner)
+    if place is not None:
+        away = {p.on_device.device for p in place.parked} - {device}
+        assert not away, f"{type(owner).__name__}: from {away}, not {device}"
+        place.restore()
+
+
+def _module_tensors(module: nn.Module) -> Iterator[Tensor]:
+    for parameter in module.parameters():
+        yield _local(parameter)
+        if parameter.grad is not None:
+            yield _local(parameter.grad)
+
+
+def _optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (_local(value) for value in state.values() if isinstance(value, Tensor))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The tensor that owns the data; to_local() would be another object that shares them."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes(tensor: Tensor, num_bytes: int) -> Tensor:
+    """All bytes of the tensor's storage, padding included: [num_bytes] uint8."""
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(tensor.untyped_storage(), 0, (num_bytes,), (1,))  # pyright: ignore
+
+
+def _typed(host: Tensor, like: Tensor) -> Tensor:
+    """The host bytes seen as `like` sees its storage."""
+    typed = torch.empty(0, dtype=like.dtype)
+    return typed.set_(host.untyped_storage(), like.storage_offset(), like.shape, like.stride())  # pyright: ignore

@@ -1,0 +1,122 @@
+"""Offload: same tensors before and after, readable on the host in between, device memory freed."""
+
+from typing import cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sharding.fsdp import shard_model
+from sharding.mesh import ParallelDims, build_mesh
+from sharding.offload import (
+    _module_tensors,
+    _optimizer_tensors,
+    _Place,
+    offload_module,
+    offload_optimizer,
+    reload_module,
+    reload_optimizer,
+)
+from tests.distributed import run_distributed
+from tests.sharding.models import VOCAB, tiny_llama
+
+CPU = torch.device("cpu")
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    tokens = torch.randint(0, VOCAB, (2, 9), generator=generator).to(device)
+    logits = model(input_ids=tokens).logits
+    F.cross_entropy(logits.view(-1, VOCAB), tokens.view(-1)).backward()
+    optimizer.step()
+
+
+def _locals(model: nn.Module) -> list[Tensor]:
+    return [cast(DTensor, p).to_local().detach().clone() for p in model.parameters()]
+
+
+def _train_with_rests(rank: int, world_size: int) -> None:
+    """The mechanism itself on host tensors: vocabulary shards are uneven, so FSDP2 pads them."""
+    mesh = build_mesh(ParallelDims(world_size=world_size, ranks_per_node=world_size), CPU)
+    results = []
+    for rests in (False, True):
+        model = tiny_llama()
+        shard_model(model, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        places = (_Place(), _Place())
+        for step in range(4):
+            _train(model, optimizer, step)
+            if rests:
+                before, objects = _locals(model), [id(p) for p in model.parameters()]
+                places[0].park(_module_tensors(model))  # gradients too
+                places[1].park(_optimizer_tensors(optimizer))
+                for place in places:
+                    assert all(p.on_device.untyped_storage().nbytes() == 0 for p in place.parked)
+                for value, resting in zip(before, _locals(model), strict=True):
+                    assert torch.equal(value, resting)  # readable: checkpoints and the reshard do
+                for parameter in model.parameters():
+                    cast(DTensor, parameter).detach().to_local().mul_(
+                        1
+                    )  # writable: a checkpoint is loaded
+                for place in places:
+                    place.restore()
+                    assert not place.parked
+                assert [id(p) for p in model.parameters()] == objects
+            optimizer.zero_grad()
+        results.append(_locals(model))
+    for undisturbed, rested in zip(*results, strict=True):
+        assert torch.equal(undisturbed, rested)
+
+
+@pytest.mark.distributed
+def test_training_is_bitwise_the_same_when_everything_rests_between_the_steps():
+    run_distributed(_train_with_rests, 2)
+
+
+def test_what_is_written_while_it_rests_comes_back_with_it():
+    weight = torch.arange(6.0).view(2, 3)[:, 1:]  # a view with an offset and strides
+    alias, place = weight.view_as(weight), _Place()
+    place.park([weight])
+    weight.add_(10)
+    place.restore()
+    assert alias.tolist() == [[11.0, 12.0], [14.0, 15.0]]
+    host = place._spare[24][0]
+    place.park([weight])
+    assert place.parked[0].host is host  # host memory is used again
+
+
+def test_tensors_of_the_host_are_left_alone():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    storages = [t.data_ptr() for t in (*model.parameters(), *_optimizer_tensors(optimizer))]
+    offload_module(model)
+    offload_optimizer(optimizer)
+    assert model.weight.untyped_storage().nbytes() == 36
+    reload_module(model, CPU)
+    reload_optimizer(optimizer, CPU)
+    assert storages == [t.data_ptr() for t in (*model.parameters(), *_optimizer_tensors(optimizer))]
+
+
+@pytest.mark.gpu
+def test_device_memory_is_free_while_a_module_and_its_optimizer_rest():
+    with torch.device("cuda"):
+        model = nn.Linear(1024, 1024, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(1024, device="cuda")).sum().backward()
+    optimizer.step()
+    expected = model.weight.detach().clone()
+    used = torch.cuda.memory_allocated()
+    offload_module(model)
+    offload_optimizer(optimizer)
+    assert used - torch.cuda.memory_allocated() == 4 * 4 * 1024**2
+    assert model.weight.device.type == "cpu"
+    assert model.weight.is_pinned()
+    reload_module(model, torch.device("cuda", 0))
+    reload_optimizer(optimizer, torch.device("cuda", 0))
+    assert torch.equal(model.weight, expected)
+    optimizer.step()
