@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from ppo.check import check_config, check_files, hub_names
 from ppo.check_warnings import config_warnings
 from ppo.config import ActorConfig, Config, ConfigError, CriticConfig, Options, Problem, load_config
-from ppo.memory_plan import GIB, Item, Phase, Plan, host_bytes, kv_cache, micro_tokens, phases
+from ppo.memory_pass import Item
+from ppo.memory_plan import GIB, Phase, Plan, host_bytes, kv_cache, micro_tokens, phases
 from ppo.model_shapes import ModelShape, find_shape
 from sharding.dims import ParallelDims
 

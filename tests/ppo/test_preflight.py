@@ -252,7 +252,7 @@ def test_micro_batches_hold_the_budget_or_the_longest_sequence():
 
 def test_sequence_parallelism_makes_a_long_sequence_fit(capsys):
     arguments = [
-        "--config", "ppo_tiny.yaml", "--check", "--nproc_per_node=4", "--device_memory_gib=0.2",
+        "--config", "ppo_tiny.yaml", "--check", "--nproc_per_node=4", "--device_memory_gib=0.1",
         "data.max_response_length=32736", "actor.ppo_mini_batch_size=4", "data.train_batch_size=4",
         "algorithm.adv_estimator=grpo", "rollout.n=2", "rollout.max_num_seqs=1",
     ]  # fmt: skip
