@@ -129,8 +129,17 @@ def load_weights(
     if converted or not files.files:
         reason = "names are converted on loading" if converted else "the folder has no safetensors"
         _load_through_host(module, files, targets, source, reason)
-        return
-    _check(module, files, targets, ignored)
+    else:
+        _check(module, files, targets, ignored)
+        _load_slices(module, files, targets)
+    unknown = {n: b for n, b in non_persistent_buffers(module).items() if _unset(b)}
+    if unknown:
+        reason = f"{next(iter(unknown))} is computed when a model is built"
+        _load_through_host(module, files, unknown, source, reason)
+
+
+def _load_slices(module: nn.Module, files: SafetensorsFolder, targets: dict[str, Tensor]) -> None:
+    """Copy this rank's part of each target from the files."""
     aliases = _aliases(module)
     for name, target in targets.items():
         copies = [
@@ -140,15 +149,10 @@ def load_weights(
         ]
         if any(not torch.equal(copy, copies[0]) for copy in copies[1:]):
             raise CheckpointError(
-                f"{folder}: {aliases[name]} are tied in the model and differ in the files; "
+                f"{files.folder}: {aliases[name]} are tied in the model and differ in the files; "
                 "set model.override_config.tie_word_embeddings=false"
             )
         _local(target).copy_(copies[0])
-    unknown = [n for n, b in non_persistent_buffers(module).items() if _unset(b)]
-    if unknown:
-        _load_through_host(
-            module, files, {n: module.get_buffer(n) for n in unknown}, source, "computed buffers"
-        )
 
 
 def local_box(tensor: Tensor) -> tuple[slice, ...]:

@@ -23,7 +23,7 @@ SHAPE: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     "mistral": {"sliding_window": 6},
     "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 16, "final_logit_softcapping": 3.0},
     "gemma3_text": {

@@ -162,3 +162,17 @@ def test_converted_names_and_folders_without_safetensors_load_through_the_host(t
                 assert torch.equal(parameter, want[name]), name
     assert "names are converted on loading" in caplog.text
     assert "the folder has no safetensors" in caplog.text
+
+
+def test_buffers_that_only_the_constructor_computes_come_from_the_host_model(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = save_model(
+        tmp_path / "neo", "gpt_neo", num_layers=2, num_heads=4, attention_types=[[["global"], 2]]
+    )
+    with init_distributed(CPU):
+        module = load(folder, group=torch.distributed.group.WORLD)
+    buffers = dict(AutoModelForCausalLM.from_pretrained(folder).named_buffers())
+    assert any(b.dtype == torch.bool for b in buffers.values())
+    for name, buffer in non_persistent_buffers(module).items():
+        assert torch.equal(buffer, buffers[name]), name
