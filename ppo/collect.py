@@ -16,7 +16,7 @@ from ppo.batch import RolloutBatch, make_batch
 from ppo.config import Config
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Engine, SamplingParams
-from ppo.learner import Learner
+from ppo.learner import Frozen
 from ppo.metrics import Metrics
 from ppo.rewards.contract import RewardRequest, RewardResult
 from ppo.rewards.pool import RewardPool
@@ -42,11 +42,11 @@ class Collector:
     stop_token_ids: tuple[int, ...]
 
     @contextmanager
-    def awake(self, learner: Learner, metrics: Metrics) -> Iterator[None]:
-        """The engine with the learner's weights; its memory is given back afterwards."""
+    def awake(self, model: Frozen, metrics: Metrics) -> Iterator[None]:
+        """The engine with the weights of `model`; its memory is given back afterwards."""
         try:
             with metrics.timed("reshard"), ExitStack() as resident:
-                module = resident.enter_context(learner.on_device())
+                module = resident.enter_context(model.on_device())
                 self.run.drive(self.engine.wake(module, loaded=resident.close))
             yield
         finally:
