@@ -8,6 +8,7 @@ exchange (only where the group spans nodes), then the exchange inside the node. 
 its way while the consumer loads bucket k; its buffers are those of bucket k - 1.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from sharding.layout import Layout, Style, Zero, tp_layouts
 from sharding.mesh import Mesh
 from sharding.plan import MIB, Entry, RankBucket, Stage, make_plan
 from sharding.shards import Shards, named_shards, source_of
+
+logger = logging.getLogger(__name__)
 
 
 class Bucket(NamedTuple):
@@ -101,6 +104,7 @@ class Resharder:
             itemsize=dtype.itemsize,
             bucket_bytes=int(bucket_mib * MIB),
         )
+        logger.info("%s", self.plan.summary())
         self._held = [source.held(self._shard, topology.size) for source in sources]
         self._buckets = [
             self.plan.rank_bucket(index, self._shard) for index in range(len(self.plan.buckets))

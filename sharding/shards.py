@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from sharding.cells import Piece, Source
+from sharding.fsdp import reshard
 from sharding.layout import view_2d
 
 _WRAPPER = "_checkpoint_wrapped_module."
@@ -41,9 +41,7 @@ class Shards:
     """
 
     def __init__(self, module: nn.Module, held: Sequence[tuple[int, int, int, int]]):
-        for unit in module.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
+        reshard(module)
         self._held = held
         self._local: list[Tensor] = []
         for (name, parameter), (_, _, rows, cols) in zip(named_shards(module), held, strict=True):
