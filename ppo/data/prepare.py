@@ -190,7 +190,7 @@ def _from_hub(name: str, config: str | None, split: str) -> list[dict]:
     """Records of a data set of the hub, through `datasets`. Raises PrepareError."""
     hint = "without network give local files: --input TRAIN.jsonl --test_input TEST.jsonl"
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise PrepareError(
             f"{name} needs the package datasets: pip install datasets; {hint}"
