@@ -78,8 +78,15 @@ def build_engine(
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         reshard_bucket_mib=rollout.reshard_bucket_mib,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
+        verify_weights=_verify_every(rollout.verify_weights),
         trust_remote_code=config.model.trust_remote_code,
     )
+
+
+def _verify_every(verify_weights: str | int) -> int:
+    """rollout.verify_weights as a number of wakes; "first" is once in any run."""
+    words = {"never": 0, "first": sys.maxsize}
+    return words[verify_weights] if isinstance(verify_weights, str) else verify_weights
 
 
 def generate(
@@ -191,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from ppo.config import ConfigError
     from ppo.data.rows import DataError
     from ppo.evaluation import evaluate, load_evaluation, parse_options
-    from ppo.setup import Launch, open_run
+    from ppo.start import Launch, open_run
 
     launch = Launch.from_env(os.environ)
     try:

@@ -52,7 +52,6 @@ from ppo.run import Run, StopRequested
 from ppo.scoring import response_logprobs, response_values
 from ppo.setup import (
     Batchers,
-    Launch,
     Models,
     build_models,
     load_prompts,
@@ -60,10 +59,10 @@ from ppo.setup import (
     open_checkpoints,
     open_collector,
     open_rewards,
-    open_run,
     open_tracker,
     total_steps_of,
 )
+from ppo.start import Launch, open_run
 from ppo.summary import log_samples, perf_metrics, summarise_batch, validate
 from ppo.update import epoch_mini_batches, needs_old_logprobs, update_actor, update_critic
 from sharding.checkpoint import Checkpointer, find_checkpoint

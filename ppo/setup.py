@@ -4,11 +4,8 @@ Owns construction only: no loop, no order of steps. Every rank calls everything 
 """
 
 import logging
-import random
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ppo.batch import Budget
-from ppo.check import check_config, check_files
 from ppo.collect import Collector, reward_request
 from ppo.config import Config, ConfigError, Problem
 from ppo.data.dataset import Prompt, build_dataset
@@ -34,84 +30,11 @@ from ppo.tiny import build_tiny_model
 from ppo.tracking import Tracker
 from rollout import build_engine
 from sharding.checkpoint import Checkpointer
-from sharding.mesh import build_mesh, init_distributed
 
 if TYPE_CHECKING:  # --check answers without the seconds that transformers takes
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-EXIT_CONFIG = 2
-"""exit code for wrong configuration or data"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """What torchrun tells a process; plain python is a world of one rank."""
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    ranks_per_node: int = 1
-    restart_count: int = 0
-
-    @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> "Launch":
-        """Read torchrun's variables."""
-        return cls(
-            rank=int(env.get("RANK", 0)),
-            local_rank=int(env.get("LOCAL_RANK", 0)),
-            world_size=int(env.get("WORLD_SIZE", 1)),
-            ranks_per_node=int(env.get("LOCAL_WORLD_SIZE", 1)),
-            restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
-        )
-
-    def problems(self, config: Config) -> list[Problem]:
-        """Whatever is wrong with a configuration for this world and on this machine."""
-        size, per_node = self.world_size, self.ranks_per_node
-        return [
-            *check_config(config, world_size=size, ranks_per_node=per_node),
-            *check_files(config),
-        ]
-
-    def report(self, error: ValueError) -> int:
-        """Say once what is wrong with the user's input; the exit code."""
-        if self.rank == 0 and self.restart_count == 0:
-            sys.stderr.write(f"{error}\n")
-        return EXIT_CONFIG
-
-
-def pick_device(config: Config, local_rank: int) -> torch.device:
-    """The device of this rank: `trainer.device`, where auto is CUDA if there is one."""
-    cuda = torch.cuda.is_available()
-    if config.trainer.device == "cuda" and not cuda:
-        raise ConfigError(
-            [Problem("trainer.device", "cuda", "torch sees no CUDA device", "use auto or cpu")]
-        )
-    if config.trainer.device == "cpu" or not cuda:
-        return torch.device("cpu")
-    # a launcher that shows each rank its own device only (Slurm --gpus-per-task): number 0
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-@contextmanager
-def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator[Run]:
-    """The process group, the meshes, and the run folder with its logs and status."""
-    device = pick_device(config, launch.local_rank)
-    seed = config.trainer.seed + launch.rank  # dropout and the like; sampling has its own noise
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if config.trainer.deterministic:
-        torch.use_deterministic_algorithms(True)
-    with init_distributed(
-        device,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout_s=config.trainer.comm_timeout_s,
-    ):
-        mesh = build_mesh(config.dims(launch.world_size, launch.ranks_per_node), device)
-        with Run(config, mesh, command=command, restart_count=launch.restart_count) as run:
-            yield run
 
 
 def model_folder(path: str, run: Run) -> Path:

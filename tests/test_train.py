@@ -147,27 +147,6 @@ def test_the_first_ratio_of_an_iteration_is_exactly_one(tmp_path):
 
 
 @pytest.mark.distributed
-def test_four_steps_are_two_and_a_resume_and_two_bitwise(tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    four = ("trainer.total_training_steps=4", "trainer.save_freq=2")
-    jobs = [
-        (str(whole), four),
-        (str(parts), ("trainer.total_training_steps=2", "trainer.save_freq=2")),
-        (str(parts), four),
-    ]
-    [first, *_] = run_distributed(train_here, 2, jobs)
-    undisturbed, resumed = rows_of(whole), rows_of(parts)
-    assert [row["step"] for row in resumed] == [1, 2, 3, 4]
-    for a, b in zip(undisturbed, resumed, strict=True):
-        for name in COMPARED:
-            assert a[name] == b[name], (a["step"], name)
-    assert len(first[2]["tokens"]) == 2  # it went on at step 3
-    assert first[1]["tokens"] + first[2]["tokens"] == first[0]["tokens"]
-    log = (parts / "logs" / "rank_0000.log").read_text()
-    assert "after step 2" in log and "resumed from" in log
-
-
-@pytest.mark.distributed
 def test_grpo_trains_without_a_critic(tmp_path):
     overrides = (
         "algorithm.adv_estimator=grpo",

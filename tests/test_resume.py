@@ -1,0 +1,166 @@
+"""Nothing lost: runs that were stopped, killed or moved to other ranks end as if undisturbed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train_ppo
+from ppo.collect import Collector
+from ppo.config import ConfigError
+from tests.distributed import run_distributed
+from tests.test_train import COMPARED, rows_of, train_here
+
+ROOT = Path(train_ppo.__file__).parent
+STEPS = 5
+
+
+def until(step: int, *more: str) -> tuple[str, ...]:
+    """Overrides for a run that ends after `step` and saves every second step."""
+    return (f"trainer.total_training_steps={step}", "trainer.save_freq=2", *more)
+
+
+def stop_once(
+    owner: Any, name: str, folder: str, at: int, after: bool = False
+) -> Callable[[], None]:
+    """Touch STOP at the `at`-th call of owner.name, before or after it; returns the undoing."""
+    original, calls = getattr(owner, name), [0]
+
+    def touching(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at and not after:
+            (Path(folder) / "STOP").touch()
+        result = original(*args, **kwargs)
+        if calls[0] == at and after:
+            (Path(folder) / "STOP").touch()
+        return result
+
+    setattr(owner, name, touching)
+    return lambda: setattr(owner, name, original)
+
+
+def stopped_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Two-rank runs: undisturbed; stopped in each kind of phase; with another learning rate."""
+    base = Path(folder)
+    [whole] = train_here(rank, world_size, [(str(base / "whole"), until(STEPS))])
+    train_here(rank, world_size, [(str(base / "moved"), until(2))])
+    states = []
+    disturbed = str(base / "disturbed")
+    for owner, name, at, after in (
+        (Collector, "sample", 2, False),  # during the generation of step 2
+        (Collector, "score", 2, False),  # during the scoring of step 3 (2 is done first)
+        (train_ppo, "update_actor", 1, True),  # in an update: it is finished
+        (train_ppo, "save_checkpoint", 1, False),  # while a checkpoint is being written
+    ):
+        undo = stop_once(owner, name, disturbed, at, after)
+        try:
+            train_here(rank, world_size, [(disturbed, until(STEPS))])
+        finally:
+            undo()
+        states.append(json.loads((Path(disturbed) / "status.json").read_text()))
+        torch.distributed.barrier()
+    train_here(rank, world_size, [(disturbed, until(STEPS))])
+    refused = ""
+    try:
+        train_here(rank, world_size, [(disturbed, until(STEPS, "actor.clip_ratio=0.3"))])
+    except ConfigError as error:
+        refused = str(error)
+    return {"whole": whole["tokens"], "states": states, "refused": refused}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("two_ranks")
+    yield folder, run_distributed(stopped_and_resumed, 2, str(folder), timeout_s=120)[0]
+
+
+@pytest.mark.distributed
+def test_a_run_that_was_stopped_in_every_phase_ends_bitwise_as_the_undisturbed_one(two_ranks):
+    folder, seen = two_ranks
+    whole, disturbed = rows_of(folder / "whole"), rows_of(folder / "disturbed")
+    assert [row["step"] for row in disturbed] == list(range(1, STEPS + 1))
+    for a, b in zip(whole, disturbed, strict=True):
+        for name in COMPARED:
+            assert a[name] == b[name], (a["step"], name)
+    states = [(s["state"], s["step"]) for s in seen["states"]]
+    assert states == [("preempted", 1), ("preempted", 2), ("preempted", 3), ("preempted", 4)]
+    log = (folder / "disturbed" / "logs" / "rank_0000.log").read_text()
+    assert all(f"after step {n}" in log and "resumed from" in log for n in (1, 2, 3, 4))
+
+
+@pytest.mark.distributed
+def test_a_changed_key_that_matters_is_refused_by_name(two_ranks):
+    assert "actor.clip_ratio: 0.2 -> 0.3" in two_ranks[1]["refused"]
+    assert "trainer.allow_changed_config" in two_ranks[1]["refused"]
+
+
+def moved_and_resharded(rank: int, world_size: int, folder: str) -> list[Any]:
+    base = Path(folder)
+    hybrid = ("actor.fsdp.fsdp_size=2", "trainer.async_save=false")
+    return train_here(
+        rank,
+        world_size,
+        [
+            (str(base / "moved"), until(4, "actor.ulysses_sequence_parallel_size=2")),
+            (str(base / "hybrid"), until(2, *hybrid)),
+            (str(base / "hybrid"), until(4, "rollout.tensor_model_parallel_size=2")),
+        ],
+    )
+
+
+@pytest.mark.distributed
+def test_a_run_moves_from_two_ranks_to_four_to_one_and_between_shardings(two_ranks):
+    folder, seen = two_ranks
+    four = run_distributed(moved_and_resharded, 4, str(folder), timeout_s=120)[0]
+    [one] = run_distributed(train_here, 1, [(str(folder / "moved"), until(STEPS))])[0]
+    tokens = seen["whole"]
+    assert four[0]["tokens"] == tokens[2:4]  # 2 ranks -> 4: steps 3 and 4
+    assert one["tokens"] == tokens[4:]  # -> 1: step 5
+    assert four[1]["tokens"] + four[2]["tokens"] == tokens[:4]  # HYBRID_SHARD 2x2 -> FULL_SHARD
+    whole = rows_of(folder / "whole")
+    for name in ("moved", "hybrid"):
+        rows = rows_of(folder / name)
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+        for a, b in zip(whole, rows, strict=False):
+            for metric in COMPARED:
+                assert a[metric] == pytest.approx(b[metric], rel=1e-5, abs=1e-6), (name, metric)
+
+
+@pytest.mark.distributed
+def test_a_killed_rank_is_restarted_by_torchrun_and_the_end_is_the_same(two_ranks, tmp_path):
+    folder, run = two_ranks[0], tmp_path / "run"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"),
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "train_ppo.py"),
+        *("--config", "ppo_tiny.yaml", f"trainer.default_local_dir={run}"),
+        *("trainer.test_freq=0", "trainer.val_before_train=false", *until(STEPS)),
+    ]
+    job = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
+    )
+    latest = run / "checkpoints" / "latest"
+    deadline = time.monotonic() + 150
+    while not latest.exists():
+        assert job.poll() is None and time.monotonic() < deadline, job.stderr
+        time.sleep(0.05)
+    found = subprocess.run(["pgrep", "-f", f"train_ppo.py.*{run}"], capture_output=True, text=True)
+    workers = [pid for pid in map(int, found.stdout.split()) if pid != job.pid]
+    os.kill(workers[-1], signal.SIGKILL)
+    _, err = job.communicate(timeout=200)
+    assert job.returncode == 0, err[-3000:]
+    rows = rows_of(run)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for a, b in zip(rows_of(folder / "whole"), rows, strict=True):
+        for name in COMPARED:
+            assert a[name] == b[name], (a["step"], name)
+    assert b"resumed from" in err
+    left = subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True)
+    assert left.stdout == ""
