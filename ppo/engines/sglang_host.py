@@ -18,9 +18,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 POLL_S = 0.1
@@ -99,7 +100,8 @@ class EngineHost:
     async def serve(self, described: dict[str, Any]) -> None:
         """Answer calls until the leader closes the pipe or asks for "close"."""
         self._take_signals()
-        asyncio.get_running_loop().add_reader(self.connection.fileno(), self._receive)
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._receive, args=(loop,), daemon=True).start()
         self.connection.send(("done", 0, described))
         while True:
             call, verb, arguments = await self._next_message()
@@ -118,11 +120,14 @@ class EngineHost:
         loop.add_signal_handler(signal.SIGQUIT, self._fail, "an engine process reported an error")
         self.manager._subprocess_watchdog.stop()
 
-    def _receive(self) -> None:
-        try:
-            self.messages.put_nowait(self.connection.recv())
-        except EOFError:
-            self._fail("the trainer has closed the pipe")
+    def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Read in a thread: the event loop would make the pipe non-blocking for large messages."""
+        while True:
+            try:
+                message = self.connection.recv()
+            except EOFError:
+                self._fail("the trainer has closed the pipe")
+            loop.call_soon_threadsafe(self.messages.put_nowait, message)
 
     async def _next_message(self) -> tuple[int, str, dict]:
         while True:
@@ -151,7 +156,7 @@ class EngineHost:
             if not child.is_alive():
                 self._fail(f"engine process {title} ended with exit code {child.exitcode}")
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str) -> NoReturn:
         """End this process and, with it, the engine's."""
         sys.stderr.write(f"engine host: {reason}\n")
         sys.stderr.flush()
