@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sharding.checkpoint_files import CheckpointError
+from sharding.offload import home_device
 
 _IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that are not saved: how it is computed, not what."""
@@ -106,20 +107,25 @@ def optimizer_targets(
             saved = cast(TensorStorageMetadata, metadata.state_dict_metadata[entry])
             tensor = old.get(parameter, {}).get(state)
             if not isinstance(tensor, Tensor) or tensor.dtype != saved.properties.dtype:
-                tensor = _new_state(optimizer, parameter, state, saved)
+                device = home_device(models[name], parameter)
+                tensor = _new_state(optimizer, parameter, state, saved, device)
             optimizer.state[parameter][state] = table[entry] = tensor
     return table
 
 
 def _new_state(
-    optimizer: Optimizer, parameter: Tensor, state: str, saved: TensorStorageMetadata
+    optimizer: Optimizer,
+    parameter: Tensor,
+    state: str,
+    saved: TensorStorageMetadata,
+    device: torch.device,
 ) -> Tensor:
+    dtype = saved.properties.dtype
     if saved.size == parameter.shape and state != "step":
-        return torch.zeros_like(parameter, dtype=saved.properties.dtype, requires_grad=False)
+        return torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     on_device = group.get("fused") or group.get("capturable")
-    device = parameter.device if on_device else torch.device("cpu")
-    return torch.zeros(saved.size, dtype=saved.properties.dtype, device=device)
+    return torch.zeros(saved.size, dtype=dtype, device=device if on_device else "cpu")
 
 
 def rng_tensors(rank: int) -> dict[str, Tensor]:

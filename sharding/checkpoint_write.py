@@ -147,7 +147,7 @@ class CheckpointWriter:
             with suppress(CheckpointError):  # not one of ours to delete
                 metrics[path] = files.read_manifest(path).get("metric")
         keep = set(list(metrics)[: max(1, self.max_to_keep)])
-        scored = [path for path, metric in metrics.items() if metric is not None]
+        scored = [p for p, metric in metrics.items() if metric is not None and metric == metric]
         if self.keep_best and scored:
             keep.add(max(scored, key=lambda path: metrics[path]))
         for path in metrics.keys() - keep:

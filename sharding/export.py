@@ -96,7 +96,8 @@ def _empty_model(config_folder: Path, weights: dict[str, Tensor]) -> Any:
     config = AutoConfig.from_pretrained(config_folder, **options)
     dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
     with torch.device("meta"):
-        return factory.from_config(config, dtype=dtype)
+        # in another dtype it would change torch's default, under a training that goes on
+        return factory.from_config(config, dtype=torch.get_default_dtype()).to(dtype)
 
 
 def _tied_names(module: Any) -> list[set[str]]:

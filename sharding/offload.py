@@ -97,6 +97,13 @@ def reload_optimizer(optimizer: Optimizer, device: torch.device) -> None:
     _restore(optimizer, device)
 
 
+def home_device(module: nn.Module, parameter: Tensor) -> torch.device:
+    """The device that a parameter of the module computes on, wherever it rests now."""
+    local = _local(parameter)
+    parked = _PLACES[module].parked if module in _PLACES else []
+    return next((p.on_device.device for p in parked if p.tensor is local), local.device)
+
+
 def _park(owner: nn.Module | Optimizer, tensors: Iterator[Tensor]) -> None:
     place = _PLACES.setdefault(owner, _Place())
     place.park([tensor for tensor in tensors if tensor.is_cuda])

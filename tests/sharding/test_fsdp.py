@@ -78,13 +78,19 @@ CASES = {
 }
 
 
+def _norm(model: nn.Module) -> Tensor:
+    return cast(DTensor, nn.utils.clip_grad_norm_(model.parameters(), 1e9)).full_tensor()
+
+
 def _check_gradients(rank: int, world_size: int) -> dict[str, float]:
     expected = _reference(world_size)
+    norm = torch.stack([g.square().sum() for g in expected.values()]).sum().sqrt()
     worst = {}
     for case, (degrees, options) in CASES.items():
         dims = ParallelDims(world_size=world_size, ranks_per_node=world_size, **degrees)
         model = _sharded(build_mesh(dims, CPU), **options)
         found = _gradients(model, rank, world_size)
+        torch.testing.assert_close(_norm(model), norm, msg=case)
         assert found.keys() == expected.keys(), case
         worst[case] = max(
             ((found[n] - g).abs().max() / g.abs().max()).item() for n, g in expected.items()

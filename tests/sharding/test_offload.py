@@ -11,9 +11,11 @@ from torch.distributed.tensor import DTensor
 from sharding.fsdp import shard_model
 from sharding.mesh import ParallelDims, build_mesh
 from sharding.offload import (
+    _PLACES,
     _module_tensors,
     _optimizer_tensors,
     _Place,
+    home_device,
     offload_module,
     offload_optimizer,
     reload_module,
@@ -74,6 +76,16 @@ def _train_with_rests(rank: int, world_size: int) -> None:
 @pytest.mark.distributed
 def test_training_is_bitwise_the_same_when_everything_rests_between_the_steps():
     run_distributed(_train_with_rests, 2)
+
+
+def test_a_resting_parameter_knows_its_device():
+    model = nn.Linear(2, 2)
+    offload_module(model)
+    assert home_device(model, model.weight) == CPU
+    place = _PLACES[model]
+    place.park([model.weight])
+    place.parked[0] = place.parked[0]._replace(on_device=torch.empty(2, 2, device="meta"))
+    assert home_device(model, model.weight) == torch.device("meta")
 
 
 def test_what_is_written_while_it_rests_comes_back_with_it():
