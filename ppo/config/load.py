@@ -53,8 +53,7 @@ def load_config(
     configuration, which are reported together with those found here. Raises ConfigError.
     """
     reader = _Reader()
-    for name, raw in (_read_yaml(find_config(path)) if path is not None else {}).items():
-        reader.read(raw, name)
+    reader.read_all(_read_yaml(find_config(path)) if path is not None else {})
     for override in overrides:
         reader.read_override(override)
     if path is not None and is_null(reader.given.get("trainer.experiment_name")):
@@ -72,10 +71,8 @@ def find_config(path: str | Path) -> Path:
     for candidate in (Path(path), Path("configs") / path, CONFIG_FOLDER / path):
         if candidate.is_file():
             return candidate
-    presets = sorted(file.name for file in CONFIG_FOLDER.glob("*.yaml"))
-    raise ConfigError(
-        [Problem("--config", str(path), "no such file", f"configs/ has {', '.join(presets)}")]
-    )
+    presets = ", ".join(sorted(file.name for file in CONFIG_FOLDER.glob("*po*.yaml")))
+    raise ConfigError([Problem("--config", str(path), "no such file", f"configs/ has {presets}")])
 
 
 def to_yaml(config: Config) -> str:
@@ -86,8 +83,7 @@ def to_yaml(config: Config) -> str:
 def from_yaml(text: str) -> Config:
     """The configuration that `to_yaml` wrote. Raises ConfigError."""
     reader = _Reader()
-    for name, raw in parse(text).items():
-        reader.read(raw, name)
+    reader.read_all(parse(text))
     config = reader.config()
     if reader.problems:
         raise ConfigError(reader.problems)
@@ -128,6 +124,11 @@ class _Reader:
     given: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
+
+    def read_all(self, tree: dict[str, Any]) -> None:
+        """Take in a whole file."""
+        for name, raw in tree.items():
+            self.read(raw, name)
 
     def read(self, raw: Any, path: str) -> None:
         """Take in a tree of raw values that stands at `path`."""

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from ppo.config import Config, ConfigError, Problem, changed_keys, load_config, parse_args, to_yaml
+from ppo.config import (
+    Config,
+    ConfigError,
+    Problem,
+    changed_keys,
+    from_yaml,
+    load_config,
+    parse_args,
+    to_yaml,
+)
 from ppo.config.schema import flatten, schema
-from ppo.config.text import coerce, parse
 
 REQUIRED = ["model.path=tiny", "data.train_files=tiny"]
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -269,6 +277,7 @@ def test_the_resolved_configuration_reloads_equal(tmp_path):
         'model.override_config={a: "1e-5", b: 1e-5, c: "null", d: {e: [1, "2", true]}}',
         "actor.optim.betas=[0.9, 0.95]", "algorithm.rollout_correction.icepop=[0.5, 5]",
     )  # fmt: skip
+    assert from_yaml(to_yaml(config)) == config
     assert load_config(write(tmp_path, to_yaml(config))) == dataclasses.replace(
         config, trainer=dataclasses.replace(config.trainer, experiment_name="some")
     )
@@ -337,48 +346,3 @@ def test_every_field_has_a_docstring():
             for field, following in itertools.pairwise([*section.body, ast.Pass()]):
                 if isinstance(field, ast.AnnAssign):
                     assert isinstance(following, ast.Expr), ast.unparse(field)
-
-
-def annotated_lines(text: str):
-    """(dotted path, value as text, comment) of every key of ppo.yaml, in order."""
-    sections: list[tuple[int, str]] = []
-    comments: list[str] = []
-    for line in text.splitlines():
-        body, _, comment = line.partition("#")
-        if not body.strip():
-            comments = [*comments, comment.strip()] if comment else []
-            continue
-        indent = len(body) - len(body.lstrip())
-        name, _, value = body.strip().partition(":")
-        sections = [entry for entry in sections if entry[0] < indent]
-        path = ".".join([*(entry[1] for entry in sections), name])
-        if value.strip():
-            yield path, value.strip(), " ".join([*comments, comment.strip()])
-        else:
-            sections.append((indent, name))
-        comments = []
-
-
-def test_ppo_yaml_lists_every_key_with_its_default_and_a_comment():
-    lines = list(annotated_lines((CONFIGS / "ppo.yaml").read_text()))
-    assert [path for path, _, _ in lines] == list(schema())
-    bare = load_config(None, ["model.path=tiny", "data.train_files=tiny"])
-    for path, value, comment in lines:
-        key = schema()[path]
-        inherited = path.startswith(("ref.", "critic.")) and value == "null"
-        assert comment or inherited, path
-        if "(default" in comment or "(required)" in comment:
-            continue
-        if key.derive:
-            assert value == "null", path
-        else:
-            assert coerce(parse(value), key.hint) == flatten(bare)[path], path
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*po*.yaml")), ids=lambda path: path.stem)
-def test_every_preset_loads_and_says_how_it_is_run(path):
-    load_config(path)
-    header = path.read_text().split("\n\n")[0]
-    assert f"--config {path.name}" in header
-    assert "hardware" in header
-    assert "data" in header
