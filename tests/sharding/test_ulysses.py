@@ -14,15 +14,22 @@ from ppo.models import build_causal_lm, build_value_model
 from sharding.mesh import Mesh, ParallelDims, build_mesh
 from sharding.ulysses import gather_heads, kv_repeats, scatter_heads, ulysses_problems
 from tests.distributed import run_distributed
-from tests.ppo.hf_models import packed_inputs, plain_scores, random_documents, save_model
+from tests.ppo.hf_models import (
+    packed_inputs,
+    padded_inputs,
+    plain_scores,
+    random_documents,
+    save_model,
+)
 
 LENGTHS = [5, 1, 17, 9, 12, 3, 8, 10]  # 65 tokens: no multiple of 2 or 4
 TEMPERATURE = 0.9
-CASES = [  # (sp, fsdp_size, checkpointing)
-    (1, 4, False),
-    (2, 4, True),
-    (2, 2, False),
-    (4, 4, False),
+CASES = [  # (sp, fsdp_size, checkpointing, packed)
+    (1, 4, False, True),
+    (1, 2, True, False),
+    (2, 4, True, True),
+    (2, 2, False, True),
+    (4, 4, False, True),
 ]
 
 
@@ -89,7 +96,7 @@ def assert_gradients(module: Any, reference: Any) -> None:
         assert difference <= 1e-5 * parameter.grad.abs().max(), (name, difference)
 
 
-def assert_training_equals_plain(path: Path, mesh: Mesh, checkpointing: bool) -> None:
+def assert_training_equals_plain(path: Path, mesh: Mesh, checkpointing: bool, packed: bool) -> None:
     from transformers import AutoModelForCausalLM
 
     documents = random_documents(LENGTHS)
@@ -103,7 +110,10 @@ def assert_training_equals_plain(path: Path, mesh: Mesh, checkpointing: bool) ->
     # Longest documents on the first ranks: very uneven rows, one rank has almost nothing.
     order = sorted(documents, key=len, reverse=True)
     share = -(-len(order) // dims.dp)
-    inputs = packed_inputs(order[mesh.dp_rank * share :][:share], sp=dims.sp, sp_rank=mesh.sp_rank)
+    mine = order[mesh.dp_rank * share :][:share]
+    inputs = (
+        packed_inputs(mine, sp=dims.sp, sp_rank=mesh.sp_rank) if packed else padded_inputs(mine)
+    )
     scores = module(**inputs, temperature=TEMPERATURE, with_entropy=True)
     loss = (scores.logprobs - 0.3 * scores.entropy).sum() / len(logprobs)
     total = loss.detach().clone()
@@ -130,13 +140,13 @@ def assert_critic_equals_plain(path: Path, mesh: Mesh) -> None:
 
 
 def check_all(rank: int, world_size: int, folders: dict[str, Path]) -> None:
-    for sp, fsdp_size, checkpointing in CASES:
+    for sp, fsdp_size, checkpointing, packed in CASES:
         dims = ParallelDims(world_size=4, ranks_per_node=4, fsdp_size=fsdp_size, sp=sp)
         mesh = build_mesh(dims, torch.device("cpu"))
         for heads, kv_heads in ((4, 4), (4, 2), (4, 1), (12, 6)):
             assert_exchange_is_exact(mesh.sp_group, heads, kv_heads)
         for name in ("qwen2", "gemma2", "gemma3_text"):
-            assert_training_equals_plain(folders[name], mesh, checkpointing)
+            assert_training_equals_plain(folders[name], mesh, checkpointing, packed)
         assert_critic_equals_plain(folders["critic"], mesh)
         if sp == 4:
             with pytest.raises(ValueError, match=r"6 attention heads do not divide by 4"):
