@@ -60,9 +60,8 @@ def _train_with_rests(rank: int, world_size: int) -> None:
                 for value, resting in zip(before, _locals(model), strict=True):
                     assert torch.equal(value, resting)  # readable: checkpoints and the reshard do
                 for parameter in model.parameters():
-                    cast(DTensor, parameter).detach().to_local().mul_(
-                        1
-                    )  # writable: a checkpoint is loaded
+                    shard = cast(DTensor, parameter.detach())
+                    shard.to_local().mul_(1)  # writable: a checkpoint is loaded
                 for place in places:
                     place.restore()
                     assert not place.parked
