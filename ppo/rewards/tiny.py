@@ -9,14 +9,14 @@ from collections import Counter
 def score(text: str, ground_truth: str) -> float:
     """How far `text` is a copy of `ground_truth`, 0 to 1; 1 only for an exact copy.
 
-    A quarter each for the share of characters that are letters a to h and for the letters held
-    in common in any order, half for the right letter in the right place; both of the latter over
-    the longer of the two lengths, so that stopping in time pays.
+    A quarter each for characters that are letters a to h and for letters held in common in any
+    order, half for the right letter in the right place; all over the longer of the two lengths,
+    so that stopping too early and too late both cost.
     """
     if not text:
         return 0.0
     longer = max(len(text), len(ground_truth))
-    letters = sum(character in "abcdefgh" for character in text) / len(text)
-    common = (Counter(text) & Counter(ground_truth)).total() / longer
-    placed = sum(a == b for a, b in zip(text, ground_truth, strict=False)) / longer
-    return 0.25 * letters + 0.25 * common + 0.5 * placed
+    letters = sum(character in "abcdefgh" for character in text)
+    common = (Counter(text) & Counter(ground_truth)).total()
+    placed = sum(a == b for a, b in zip(text, ground_truth, strict=False))
+    return (0.25 * letters + 0.25 * common + 0.5 * placed) / longer

@@ -119,7 +119,7 @@ def test_copy_task_is_ragged_seeded_and_within_64_tokens(folder):
         ("dcba", 0.5),  # right letters, none in its place
         ("abzz", 0.25 / 2 + 0.25 / 2 + 0.5 / 2),
         ("abcdabcd", 0.25 + 0.25 / 2 + 0.5 / 2),  # went on too long
-        ("ab", 0.25 + 0.25 / 2 + 0.5 / 2),  # stopped too early
+        ("ab", 0.25 / 2 + 0.25 / 2 + 0.5 / 2),  # stopped too early
     ],
 )
 def test_copy_score_is_graded(text, expected):
