@@ -91,6 +91,18 @@ def assert_frozen_bfloat16_model_scores_without_gradients(path: Path, mesh) -> N
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
 
 
+def assert_log_probs_repeat_bitwise(path: Path, mesh) -> None:
+    """Else the ratio of the first mini-batch would not be exactly 1."""
+    inputs = packed_inputs(random_documents(LENGTHS))
+    for fsdp in (FLOAT32, FsdpConfig()):
+        module = build(build_causal_lm, path, mesh, fsdp_config=fsdp, checkpointing=True)
+        with torch.no_grad():
+            old = module(**inputs, temperature=TEMPERATURE, with_entropy=True)
+        new = module(**inputs, temperature=TEMPERATURE)
+        assert torch.equal(new.logprobs, old.logprobs)
+        new.logprobs.sum().backward()
+
+
 def assert_critic_starts_at_zero_and_takes_a_stored_head(path: Path, own: Path, mesh) -> None:
     inputs = packed_inputs(random_documents(LENGTHS))
     del inputs["labels"]
@@ -151,6 +163,7 @@ def check_all(rank: int, world_size: int, folders: dict[str, Path]) -> None:
         assert_scores_and_gradients_are_those_of_transformers(folders[name], mesh)
     # Its names in the files are not the model's: loaded through rank 0's host copy.
     assert_scores_and_gradients_are_those_of_transformers(folders["mixtral"], mesh)
+    assert_log_probs_repeat_bitwise(folders["gemma3_text"], mesh)
     assert_frozen_bfloat16_model_scores_without_gradients(folders["gemma2"], mesh)
     assert_critic_starts_at_zero_and_takes_a_stored_head(folders["qwen2"], folders["critic"], mesh)
     assert_no_scored_token_still_runs_backward(folders["qwen2"], mesh)
