@@ -21,7 +21,7 @@ from ppo.data.sampler import PromptSampler
 from ppo.data.tokenizer import load_tokenizer
 from ppo.engines.contract import stop_token_ids
 from ppo.learner import Frozen, Learner, make_optimizer
-from ppo.models import build_causal_lm, build_value_model
+from ppo.models import build_causal_lm, build_value_model, is_packable
 from ppo.rewards.contract import RewardError
 from ppo.rewards.pool import RewardPool
 from ppo.run import Run
@@ -233,6 +233,7 @@ class Batchers(NamedTuple):
 def make_batchers(config: Config, run: Run, prompts: Prompts, actor: Learner) -> Batchers:
     """Budgets of the updates and of the forward-only pass of the reference."""
     sp = run.mesh.dims.sp
+    packed = config.model.use_remove_padding and is_packable(actor.module)
 
     def batcher(tokens: int, dynamic: bool, count: int | None) -> Batcher:
         return Batcher(
@@ -241,11 +242,11 @@ def make_batchers(config: Config, run: Run, prompts: Prompts, actor: Learner) ->
                 dp=run.mesh.dims.dp,
                 tokens=tokens * sp if dynamic else None,
                 count=None if dynamic else count,
-                padded=not config.model.use_remove_padding,
+                padded=not packed,
                 balance=config.trainer.balance_batch,
                 hidden_size=actor.module.config.hidden_size,
             ),
-            packed=config.model.use_remove_padding,
+            packed=packed,
             pad_id=int(prompts.tokenizer.pad_token_id),
         )
 
