@@ -22,7 +22,7 @@ from ppo.engines import sglang_host
 
 POLL_S = 0.5
 PIPE_TIMEOUT_S = 60  # a host that neither reads nor writes for so long is hung
-END_TIMEOUT_S = 15.0
+END_TIMEOUT_S = 8.0
 TAIL_LINES = 40
 TAIL_COLUMNS = 300  # SGLang prints all its arguments in one line
 
@@ -40,7 +40,7 @@ class HostProcess:
         ``settings`` are `engine` (arguments of sglang.Engine), `environment` and `first_on_path`.
         """
         self.rank, self.log = rank, log
-        self._next_call = 0
+        self._next_call, self._up = 0, False
         ours, theirs = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", PIPE_TIMEOUT_S, 0))
@@ -82,6 +82,7 @@ class HostProcess:
             if reply is not None and reply[1] == call:
                 kind, _, value = reply
                 if kind == "done":
+                    self._up = True
                     return value
                 if value != marker:
                     marker, changed = value, time.monotonic()
@@ -122,10 +123,11 @@ class HostProcess:
         self.submit("abort")
 
     def close(self) -> None:
-        """End the engine in good order if it still answers. May be called twice."""
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            self._connection.send((self._next_call, "close", {}))
-            self.process.wait(END_TIMEOUT_S)
+        """End the engine, in good order if it is up and answers. May be called twice."""
+        if self._up:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                self._connection.send((self._next_call, "close", {}))
+                self.process.wait(END_TIMEOUT_S)
         self.kill()
 
     def kill(self) -> None:

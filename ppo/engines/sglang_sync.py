@@ -92,7 +92,8 @@ class WeightSync:
                 "zeros": parcel.zeros,
                 "checksums": sums.expected() if sums is not None and stage == "end" else {},
             }
-            payload = serialize([(json.dumps(instruction), parcel.flat), ("result", result)])
+            flat = parcel.flat if parcel.entries else result  # nothing to share has no handle
+            payload = serialize([(json.dumps(instruction), flat), ("result", result)])
             guard("update", payloads=self._gathered(payload))
             dist.barrier(self.mesh.rollout_host_group)  # the engine has read everybody's payload
             answer = json.loads(bytes(result.tolist()).rstrip(b"\0") or b"{}")
