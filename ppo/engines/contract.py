@@ -85,9 +85,7 @@ class Engine(Protocol):
     stats: dict[str, float]
     """Metrics of the last wake (reshard/*) and generate (rollout/*)."""
 
-    def wake(
-        self, module: nn.Module, loaded: Callable[[], None] = lambda: None
-    ) -> Iterator[None]:
+    def wake(self, module: nn.Module, loaded: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Takes memory and loads the weights of `module` (FSDP2-sharded, HF parameter names).
 
         `loaded` is called when `module` has been read, before the KV cache takes its memory.

@@ -3,9 +3,9 @@
 Owns the engine contract for it: weights from the reshard, time slices, memory, statistics. All
 ranks of a rollout group (T = rollout_tp) call it with the same requests and take the same steps.
 
-Communication: `wake` exchanges over the shard group; with T > 1 every step of `generate` reduces
-inside the model and broadcasts the tokens over the rollout group, and each slice broadcasts its
-length over the rollout host group.
+Communication: `wake` exchanges over the shard group, and agrees over the host group when it
+verifies. With T > 1 every step of `generate` reduces inside the model and broadcasts the tokens
+over the rollout group, and each slice broadcasts its length over the rollout host group.
 """
 
 import time
@@ -23,6 +23,7 @@ from ppo.engines.local_model import LocalModel
 from ppo.engines.stop_text import StopText
 from sharding.mesh import Mesh
 from sharding.reshard import Resharder
+from sharding.verify import Checksums
 
 _SLICE_S = 0.5
 _MIB = 2**20
@@ -46,15 +47,22 @@ class TorchEngine:
         max_num_batched_tokens: int,
         reshard_bucket_mib: float,
         gpu_memory_utilization: float,
+        verify_weights: int = 0,
         trust_remote_code: bool = False,
     ):
-        """tokenizer decodes stop texts; max_num_batched_tokens limits one padded prefill;
-        gpu_memory_utilization is the share of the device up to which the KV cache may fill it."""
+        """
+        Args:
+            tokenizer: decodes for stop texts.
+            max_num_batched_tokens: limit of one padded prefill.
+            gpu_memory_utilization: share of the device up to which the KV cache may fill it.
+            verify_weights: checks every so many wakes, from the first, that the weights arrived
+                as they were sent; 0 = never.
+        """
         self._hf_config, self._mesh, self._tokenizer = hf_config, mesh, tokenizer
         self._dtype, self._bucket_mib = dtype, reshard_bucket_mib
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._max_prefill_tokens = max_num_batched_tokens
-        self._memory_utilization = gpu_memory_utilization
+        self._memory_utilization, self._verify_every = gpu_memory_utilization, verify_weights
         self._model = LocalModel(
             hf_config,
             device=mesh.device,
@@ -64,43 +72,29 @@ class TorchEngine:
         )
         self._resharder: tuple[nn.Module, Resharder] | None = None
         self._generation: Generation | None = None
-        self._awake = False
+        self._awake, self._num_wakes = False, 0
         self.completions: list[Completion] = []
         self.stats: dict[str, float] = {}
 
-    def wake(
-        self, module: nn.Module, loaded: Callable[[], None] = lambda: None
-    ) -> Iterator[None]:
+    def wake(self, module: nn.Module, loaded: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Allocates the weights and fills them from `module`, one bucket per slice."""
         assert not self._awake, "wake twice without release"
-        if self._resharder is None or self._resharder[0] is not module:
-            self._resharder = (
-                module,
-                Resharder(
-                    module,
-                    self._mesh,
-                    style="hf",
-                    hf_config=self._hf_config,
-                    dtype=self._dtype,
-                    bucket_mib=self._bucket_mib,
-                ),
-            )
-        resharder = self._resharder[1]
+        resharder = self._resharder_of(module)
+        due = self._verify_every > 0 and self._num_wakes % self._verify_every == 0
+        sums = Checksums(resharder.layout) if due else None
         self._model.allocate()
         for bucket in resharder.buckets():
             self._model.fill(bucket)
+            if sums is not None:
+                sums.add(bucket)
             yield
         self._model.check_filled()
+        self.stats = _reshard_stats(resharder)
+        if sums is not None:
+            yield from self._verify(resharder, sums)
         loaded()
         self._awake = True
-        stats = resharder.stats
-        self.stats = {
-            "reshard/received_mib": stats.received_bytes / _MIB,
-            "reshard/lower_bound_mib": stats.lower_bound_bytes / _MIB,
-            "reshard/internode_mib": stats.internode_bytes / _MIB,
-            "reshard/internode_lower_bound_mib": stats.internode_lower_bound_bytes / _MIB,
-            "reshard/peak_extra_mib": stats.peak_extra_bytes / _MIB,
-        }
+        self._num_wakes += 1
 
     def generate(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[None]:
         """Fills `completions` in the order of `requests`."""
@@ -147,6 +141,40 @@ class TorchEngine:
         """Nothing outlives the process; gives the memory back."""
         self.release()
         self._resharder = None
+
+    def _resharder_of(self, module: nn.Module) -> Resharder:
+        """Made once for a module: its plan does not change."""
+        if self._resharder is None or self._resharder[0] is not module:
+            resharder = Resharder(
+                module,
+                self._mesh,
+                style="hf",
+                hf_config=self._hf_config,
+                dtype=self._dtype,
+                bucket_mib=self._bucket_mib,
+            )
+            self._resharder = (module, resharder)
+        return self._resharder[1]
+
+    def _verify(self, resharder: Resharder, sums: Checksums) -> Iterator[None]:
+        """RuntimeError with both values where a parameter is not what was sent.
+
+        All ranks send their weights once more when any of them needs the values.
+        """
+        wrong = sums.differing(self._model.parameters())
+        wanted = torch.tensor(len(wrong))
+        dist.all_reduce(wanted, dist.ReduceOp.MAX, group=self._mesh.host_group)
+        if not wanted:
+            return
+        differences = []
+        for bucket in resharder.buckets():
+            differences += self._model.differences(bucket)
+            yield
+        if wrong:
+            raise RuntimeError(
+                f"weights of the engine are not the trainer's: {', '.join(wrong)}; "
+                f"{'; '.join(differences[:8]) or 'no difference at the second look'}"
+            )
 
     def _free_generation(self) -> None:
         if self._generation is not None:
@@ -202,3 +230,14 @@ class TorchEngine:
             "rollout/kv_tokens": kv_tokens,
             "rollout/kv_util": generation.peak_tokens / max(kv_tokens, 1),
         }
+
+
+def _reshard_stats(resharder: Resharder) -> dict[str, float]:
+    stats = resharder.stats
+    return {
+        "reshard/received_mib": stats.received_bytes / _MIB,
+        "reshard/lower_bound_mib": stats.lower_bound_bytes / _MIB,
+        "reshard/internode_mib": stats.internode_bytes / _MIB,
+        "reshard/internode_lower_bound_mib": stats.internode_lower_bound_bytes / _MIB,
+        "reshard/peak_extra_mib": stats.peak_extra_bytes / _MIB,
+    }

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from ppo.engines.kv_cache import KVCache, Step, cached_attention
 from ppo.weights import non_persistent_buffers
 from sharding.layout import FAMILIES, view_2d
+from sharding.plan import Entry
 from sharding.reshard import Bucket
 
 _ATTENTION = "ppo_kv_cache"  # HF makes no masks for a name it does not know
@@ -49,7 +50,7 @@ class LocalModel:
     def allocate(self) -> None:
         """Gives every parameter uninitialised storage on the device."""
         self._replace(self.device)
-        self._missing = {name: local.numel() for name, local in self._locals().items()}
+        self._missing = {name: local.numel() for name, local in self.parameters().items()}
 
     def free(self) -> None:
         """Drops the storage of all parameters; buffers stay."""
@@ -59,15 +60,24 @@ class LocalModel:
     @torch.no_grad()
     def fill(self, bucket: Bucket) -> None:
         """Copies one bucket into the local slices; ValueError for a target that does not exist."""
-        local = self._locals()
+        local = self.parameters()
         for entry, block in bucket.views():
             if entry.target not in local:
                 raise ValueError(f"the engine's model has no parameter {entry.target}")
-            target = local[entry.target]
-            rows = slice(entry.dst_row, entry.dst_row + entry.rows)
-            cols = slice(entry.dst_col, entry.dst_col + entry.cols)
-            target.view(view_2d(target.shape))[rows, cols].copy_(block)
+            _region(local[entry.target], entry).copy_(block)
             self._missing[entry.target] -= block.numel()
+
+    def differences(self, bucket: Bucket) -> list[str]:
+        """One sentence per block of a bucket that is not what the local slice holds."""
+        local, found = self.parameters(), []
+        for entry, block in bucket.views():
+            held = _region(local[entry.target], entry)
+            for row, col in (held != block).nonzero()[:1].tolist():
+                found.append(
+                    f"{entry.target}[{entry.dst_row + row}, {entry.dst_col + col}]: engine "
+                    f"{held[row, col].item():g}, trainer {block[row, col].item():g}"
+                )
+        return found
 
     def check_filled(self) -> None:
         """RuntimeError that names parameters which were not written exactly once in full."""
@@ -100,7 +110,7 @@ class LocalModel:
             hidden = hidden[rows, self._last][:, None]
         return (hidden, *rest)
 
-    def _locals(self) -> dict[str, Tensor]:
+    def parameters(self) -> dict[str, Tensor]:
         """Local slice of every parameter, tied ones once."""
         named = self.module.named_parameters()
         return {n: p.to_local() if isinstance(p, DTensor) else p.data for n, p in named}
@@ -112,6 +122,13 @@ class LocalModel:
             for name in names:
                 owner, _, leaf = name.rpartition(".")
                 setattr(self.module.get_submodule(owner), leaf, new)
+
+
+def _region(parameter: Tensor, entry: Entry) -> Tensor:
+    """The rectangle of an entry in a local slice, [rows, cols]."""
+    return parameter.view(view_2d(parameter.shape))[
+        entry.dst_row : entry.dst_row + entry.rows, entry.dst_col : entry.dst_col + entry.cols
+    ]
 
 
 def _build(hf_config: PretrainedConfig, dtype: torch.dtype, trust: bool) -> PreTrainedModel:

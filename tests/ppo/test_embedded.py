@@ -308,6 +308,26 @@ def test_new_weights_of_the_trainer_arrive_at_the_next_wake(mesh):
             parameter.add_(0.1)
 
 
+def test_a_weight_that_arrives_wrong_is_found_with_both_values(mesh):
+    model = make_model(CONFIGS["llama"])
+    engine = make_engine(mesh, CONFIGS["llama"], verify_weights=2)
+    work = engine.wake(model)
+    next(work)
+    engine._model.parameters()["model.norm.weight"][3] = 7.0
+    right = model.get_parameter("model.norm.weight")[3].item()
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight\[3, 0\]: engine 7, trainer ") as e:
+        drive(work)
+    assert f"trainer {right:g}" in str(e.value)
+    engine.release()
+    drive(engine.wake(model))  # verified again: the first has not ended
+    engine.release()
+    unverified = engine.wake(model)
+    next(unverified)
+    engine._model.parameters()["model.norm.weight"][3] = 7.0
+    drive(unverified)
+    engine.close()
+
+
 def samples_of_this_rank(
     rank: int, world_size: int, name: str, tp: int
 ) -> tuple[list[list[int]], list[float], int]:
