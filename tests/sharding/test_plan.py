@@ -179,6 +179,8 @@ class Simulation:
                     incoming.append(sent[sender][0 if one else position])
                 sizes = [sum(v.numel() for v in block) for block in incoming]
                 assert sizes == running[receiver].receive_sizes
+                if running[receiver].kind == "all_gather":
+                    assert len(set(sizes)) == 1  # it knows no others
                 out[receiver] = [value for block in incoming for value in block]
                 for sender, size in zip(members, sizes, strict=True):
                     self.count(sender, receiver, size)
