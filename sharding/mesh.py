@@ -5,6 +5,8 @@ over a group. All groups are made in `build_mesh`, by all ranks in the same orde
 """
 
 import logging
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from sharding.dims import ParallelDims
 
@@ -116,14 +119,19 @@ def init_distributed(
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
-    alone = world_size == 1 and init_method is None
+    timeout = timedelta(seconds=timeout_s)
+    if world_size == 1 and init_method is None:
+        store: dist.Store = dist.HashStore()
+    else:
+        store = next(rendezvous(init_method or "env://", rank, world_size, timeout=timeout))[0]
+        if init_method is None:
+            store = _unused_store(store, rank, world_size, timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        init_method=None if alone else init_method or "env://",
-        store=dist.HashStore() if alone else None,  # pyright: ignore[reportPrivateImportUsage]
+        store=store,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
     )
     succeeded = False
     try:
@@ -132,6 +140,32 @@ def init_distributed(
     finally:
         if succeeded or not cuda:  # NCCL waits here for ranks that will not come after a failure
             dist.destroy_process_group()
+
+
+def _unused_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The part of a store that no earlier attempt has written to.
+
+    torchrun (torch 2.14) keeps one store over its restarts, where the addresses of dead ranks
+    would be found. Rank 0 makes up a name and gives it to whoever asks with a question of their
+    own; questions of dead ranks are answered too, and nobody listens.
+    """
+    store = dist.PrefixStore("attempts", store)
+    store.set_timeout(timeout)
+    if rank == 0:
+        name, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+        while store.add(f"{name}/told", 0) < world_size - 1:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not all of {world_size} ranks have come within {timeout}")
+            if store.queue_len("questions"):
+                store.set(store.queue_pop("questions").decode(), name)
+            else:
+                time.sleep(0.01)
+    else:
+        question = uuid.uuid4().hex
+        store.queue_push("questions", question)
+        name = store.get(question).decode()
+        store.add(f"{name}/told", 1)
+    return dist.PrefixStore(name, store)
 
 
 def build_mesh(dims: ParallelDims, device: torch.device, *, host_timeout_s: float = 1800) -> Mesh:
