@@ -20,7 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from sharding import checkpoint_files
 from sharding.checkpoint import Checkpointer, CheckpointError
-from sharding.checkpoint_files import find_checkpoint, find_damage, list_checkpoints
+from sharding.checkpoint_files import (
+    find_checkpoint,
+    find_damage,
+    list_checkpoints,
+    read_manifest,
+)
 from sharding.fsdp import shard_model
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from tests.distributed import run_distributed
@@ -145,14 +150,34 @@ def _round_trip(checkpointer: Checkpointer, mesh: Mesh, learner: Learner) -> Non
     _train(restored, 2, 1)
     _assert_same(_values(restored), _values(learner))  # bitwise on the same sharding
 
-    hybrid = _mesh(4, fsdp_size=2)
-    _assert_same(_values(_load(checkpointer, hybrid, path)[0]), saved)
+    for fsdp_size in (2, 1):
+        replicated = _mesh(4, fsdp_size=fsdp_size)
+        learner_there, _ = _load(checkpointer, replicated, path)
+        _assert_same(_values(learner_there), saved)
+        _save_replicated(checkpointer, replicated, learner_there, mesh, saved)
     checkpointer.load(path.with_name("step_00000000"), {"actor": model}, {"actor": optimizer})
     assert not optimizer.state
     with pytest.raises(CheckpointError, match="lacks 30 tensors"):
         checkpointer.load(path, {"critic": model}, {})
     with pytest.raises(CheckpointError, match="holds no optimizer of critic"):
         checkpointer.load(path, {"actor": model, "critic": nn.Module()}, {"critic": optimizer})
+
+
+def _save_replicated(
+    original: Checkpointer, replicated: Mesh, learner: Learner, mesh: Mesh, saved: dict[str, Tensor]
+) -> None:
+    """HYBRID_SHARD and NO_SHARD write every tensor once, and load where shards are permuted."""
+    folder = original.folder.with_name(f"replicated_{replicated.dims.shard_size}")
+    checkpointer = Checkpointer(folder, replicated, async_save=False)
+    checkpointer.save(2, {"actor": learner[0]}, {"actor": learner[1]}, {"kl": 0.1, "step": 2})
+    path = checkpointer.latest()
+    assert path is not None
+    _assert_same(_values(_load(original, mesh, path)[0]), saved)
+    sizes = [
+        sum(r.num_bytes for r in read_manifest(p)["files"].values())
+        for p in (path, original.folder / path.name)
+    ]
+    assert sizes[0] <= sizes[1]
 
 
 def _pruning_and_damage(
