@@ -65,7 +65,8 @@ def build_engine(
     if kind == "sglang":
         from ppo.engines.sglang_engine import SGLangEngine
 
-        return SGLangEngine(config, mesh, module, model_path=str(model_path), log_dir=run_dir)
+        logs = run_dir / "logs"
+        return SGLangEngine(config, mesh, module, model_path=str(model_path), log_dir=logs)
     from ppo.engines.embedded import TorchEngine
 
     return TorchEngine(

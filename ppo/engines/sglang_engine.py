@@ -135,6 +135,8 @@ class SGLangEngine:
         self._resume(WEIGHTS, self._memory.weight_bytes)
         self._load()
         loaded()
+        if not self.rollout.free_cache_engine:  # release has emptied the prefix cache otherwise
+            self._agree(lambda: self._ask_leader("flush", {}))
         self._resume(KV_CACHE, self._memory.kv_bytes)
         self._state = State.AWAKE
         yield

@@ -180,17 +180,16 @@ class EngineHost:
         _check(await self.manager.update_weights_from_tensor(request))
 
     async def call_end_update(self) -> None:
-        """Close the session and forget what the old weights have left in the prefix cache."""
+        """Close the weight-update session."""
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         _check(await self.manager.end_weight_update(EndWeightUpdateReqInput()))
-        await self._flush()
 
     async def call_release(self, tags: list[str]) -> None:
         """Give memory back; answered when every rank of the engine has done so."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        await self._flush()  # waits until the scheduler is idle: it dies if released when busy
+        await self.call_flush()  # waits until the scheduler is idle: it dies if released when busy
         await self.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
         # Only rank 0 answers the release. An rpc ends in a barrier of all ranks.
         self.engine.collective_rpc("get_init_info")
@@ -201,7 +200,8 @@ class EngineHost:
 
         await self.manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
 
-    async def _flush(self, timeout_s: float = 60.0) -> None:
+    async def call_flush(self, timeout_s: float = 60.0) -> None:
+        """Wait until nothing runs, and empty the prefix cache."""
         result = await self.manager.flush_cache(timeout_s=timeout_s)
         if not result.success:
             raise RuntimeError(f"the engine did not become idle in {timeout_s:g} s: {result}")
