@@ -43,8 +43,8 @@ SelectTypeParameters=CR_Core
 SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 State=UNKNOWN
 PartitionName=debug Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -114,7 +114,7 @@ def local_slurm(folder: Path) -> Iterator[LocalSlurm]:
         for job in slurm.run("squeue", "--noheader", "--format=%A").split():
             slurm.run("scancel", "--signal=KILL", "--full", job)
             slurm.run("scancel", job)
-            slurm.wait_for(job, "CANCELLED", "FAILED", "COMPLETED", "TIMEOUT", timeout_s=30)
+            slurm.wait_for(job, "CANCELLED", "FAILED", "COMPLETED", "TIMEOUT", timeout_s=90)
     finally:
         for file in (*folder.glob("slurmd.*.pid"), *folder.glob("slurmctld.pid"),
                      *folder.glob("munged.pid")):  # fmt: skip

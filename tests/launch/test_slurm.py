@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
-# Scores by length, and holds its sample as long as there is a file `hold`: a phase to be hit in.
+# Scores by length, and holds a sample as long as there is a file `hold`: a phase to be hit in. The
+# probe at the start, an empty answer, is not held.
 REWARD = """
 import time
 from pathlib import Path
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, folder):
-    while (Path(folder) / "hold").exists():
+    while solution_str and (Path(folder) / "hold").exists():
         time.sleep(0.1)
     return len(solution_str) % 7 / 7
 """
@@ -52,7 +54,12 @@ class Jobs:
             *("ppo_tiny.yaml", f"trainer.total_training_steps={STEPS}", "trainer.device=cpu"),
             *(f"reward.function.path={folder / 'reward.py'}", "reward.timeout_s=300"),
             *(f"reward.function.kwargs.folder={folder}", "trainer.val_before_train=false"),
-            *("trainer.test_freq=-1", "trainer.logger=[console,jsonl]", *overrides),
+            *(
+                "trainer.test_freq=-1",
+                "trainer.logger=[console,jsonl]",
+                "actor.fsdp.fsdp_size=2",
+                *overrides,
+            ),
             RUN_DIR=str(folder / "run"),
             PYTHON=sys.executable,
             OMP_NUM_THREADS="1",
@@ -68,6 +75,11 @@ class Jobs:
     def rows(self, name: str) -> list[dict[str, Any]]:
         file = self.folder / name / "run" / "metrics.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def starts(self, name: str) -> list[int]:
+        """Ranks of each start of the job."""
+        lines = (self.folder / name / "run" / "starts.jsonl").read_text().splitlines()
+        return [json.loads(line)["world_size"] for line in lines]
 
     def wait_until(self, name: str, what: Callable[[], bool], timeout_s: float = 120) -> None:
         deadline = time.monotonic() + timeout_s
@@ -96,29 +108,26 @@ def test_a_bad_config_ends_the_job_at_once_with_2_and_one_message(jobs: Jobs) ->
 
 
 def test_a_job_on_two_nodes_stops_resumes_and_ends_as_if_undisturbed(jobs: Jobs) -> None:
-    undisturbed = jobs.submit("undisturbed")
-    end = jobs.slurm.wait_for(undisturbed, *ENDS, timeout_s=180)
-    assert end["JobState"] == "COMPLETED", jobs.log("undisturbed")
-    assert jobs.status("undisturbed") == {"state": "finished", "step": STEPS, "reason": ""}
-    assert "2 ranks on 2 nodes" in jobs.log("undisturbed")
-
     job = jobs.submit("disturbed")
     hold = jobs.folder / "disturbed" / "hold"
     jobs.wait_until("disturbed", lambda: len(jobs.rows("disturbed")) >= 1)
     hold.touch()
     jobs.slurm.run("scontrol", "requeue", job)
+    undisturbed = jobs.submit("undisturbed")  # while the other one waits
     jobs.wait_until("disturbed", lambda: "resumed" in jobs.log("disturbed"))
-    first = jobs.log("disturbed").count("job " + job + ": preempted")
-    # Scoring again, held again: now the time limit, one minute after the start, warned 15 s before
-    jobs.slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+    # Scoring is held again; its end is a minute ahead, and Slurm warns 15 to 45 s before.
+    end_time = datetime.now() + timedelta(seconds=60)
+    jobs.slurm.run("scontrol", "update", f"JobId={job}", f"EndTime={end_time:%Y-%m-%dT%H:%M:%S}")
     stopped = f"job {job}: preempted"
-    jobs.wait_until("disturbed", lambda: jobs.log("disturbed").count(stopped) > first)
-    jobs.slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    jobs.wait_until("disturbed", lambda: jobs.log("disturbed").count(stopped) == 2)
     hold.unlink()
-    end = jobs.slurm.wait_for(job, *ENDS, timeout_s=180)
-    assert end["JobState"] == "COMPLETED", jobs.log("disturbed")
-    assert end["Restarts"] == "2"
-    assert jobs.status("disturbed") == {"state": "finished", "step": STEPS, "reason": ""}
+    for name, number, restarts in (("disturbed", job, 2), ("undisturbed", undisturbed, 0)):
+        end = jobs.slurm.wait_for(number, *ENDS, timeout_s=180)
+        assert end["JobState"] == "COMPLETED", jobs.log(name)
+        assert int(end["Restarts"]) == restarts
+        assert jobs.starts(name) == [2] * (restarts + 1)
+        assert jobs.status(name) == {"state": "finished", "step": STEPS, "reason": ""}
+        assert "mesh: 2 nodes x 1 rank" in jobs.log(name)
 
     log = jobs.log("disturbed")
     assert "stop requested by SIGTERM" in log and "stop requested by STOP file" in log
@@ -127,7 +136,7 @@ def test_a_job_on_two_nodes_stops_resumes_and_ends_as_if_undisturbed(jobs: Jobs)
         ours, theirs = ([r[name] for r in jobs.rows(j)] for j in ("disturbed", "undisturbed"))
         assert ours == theirs, name
     first_weights, second_weights = (weights(jobs.folder / j) for j in ("disturbed", "undisturbed"))
-    assert first_weights.keys() == second_weights.keys()
+    assert first_weights and first_weights.keys() == second_weights.keys()
     for name, tensor in first_weights.items():
         assert torch.equal(tensor, second_weights[name]), name
 
