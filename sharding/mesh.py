@@ -15,7 +15,12 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import (
+    HashStore,  # pyright: ignore[reportPrivateImportUsage]
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    ProcessGroup,
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
@@ -121,7 +126,7 @@ def init_distributed(
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
     if world_size == 1 and init_method is None:
-        store: dist.Store = dist.HashStore()
+        store: Store = HashStore()
     else:
         store = next(rendezvous(init_method or "env://", rank, world_size, timeout=timeout))[0]
         if init_method is None:
@@ -142,14 +147,14 @@ def init_distributed(
             dist.destroy_process_group()
 
 
-def _unused_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def _unused_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """The part of a store that no earlier attempt has written to.
 
     torchrun (torch 2.14) keeps one store over its restarts, where the addresses of dead ranks
     would be found. Rank 0 makes up a name and gives it to whoever asks with a question of their
     own; questions of dead ranks are answered too, and nobody listens.
     """
-    store = dist.PrefixStore("attempts", store)
+    store = PrefixStore("attempts", store)
     store.set_timeout(timeout)
     if rank == 0:
         name, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
@@ -165,7 +170,7 @@ def _unused_store(store: dist.Store, rank: int, world_size: int, timeout: timede
         store.queue_push("questions", question)
         name = store.get(question).decode()
         store.add(f"{name}/told", 1)
-    return dist.PrefixStore(name, store)
+    return PrefixStore(name, store)
 
 
 def build_mesh(dims: ParallelDims, device: torch.device, *, host_timeout_s: float = 1800) -> Mesh:
