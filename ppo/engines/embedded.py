@@ -227,6 +227,7 @@ class TorchEngine:
             "rollout/tokens_per_s": generation.num_tokens / max(elapsed_s, 1e-6),
             "rollout/num_running_mean": generation.num_decoded_rows
             / max(generation.num_decodes, 1),
+            "rollout/cache_hit": generation.cache_hit,
             "rollout/kv_tokens": kv_tokens,
             "rollout/kv_util": generation.peak_tokens / max(kv_tokens, 1),
         }

@@ -80,14 +80,15 @@ class Generation:
             Row(uid, ids, min(params.max_new_tokens, max_model_len - len(ids)), len(ids))
             for uid, ids in requests
         ]
-        self._waiting = deque(self._rows)
+        # Requests come sample-major; here the samples of a prompt have to start together.
+        self._waiting = deque(row for rows in _by_prompt(self._rows) for row in rows)
         self._prefills: deque[list[list[Row]]] = deque()
         self._running: list[Row] = []
         self._state = _State(*(torch.zeros(0, dtype=torch.int64, device=model.device),) * 4)
         self._arrivals: deque[_Arrival] = deque()
         self._max_rows, self._max_prefill_tokens = max_rows, max_prefill_tokens
         self.cache = KVCache(rows=max_rows, columns=longest_row(requests, params, max_model_len))
-        self.num_decodes = self.num_decoded_rows = self.peak_tokens = 0
+        self.num_prefilled = self.num_decodes = self.num_decoded_rows = self.peak_tokens = 0
 
     @property
     def done(self) -> bool:
@@ -119,18 +120,21 @@ class Generation:
         """Response tokens so far."""
         return sum(len(row.response_ids) for row in self._rows)
 
+    @property
+    def cache_hit(self) -> float:
+        """Share of prompt tokens that were not computed, since a sibling's prefill has them."""
+        prompt_tokens = sum(len(row.prompt_ids) for row in self._rows)
+        return 1 - self.num_prefilled / prompt_tokens if prompt_tokens else 0.0
+
     def _admit(self) -> None:
         """Moves waiting rows to prefill when enough places are free to make it worthwhile."""
         free = self._max_rows - len(self._running)
         enough = min(len(self._waiting), max(1, self._max_rows // 8))
         if not self._waiting or (self._running and free < enough):
             return
-        siblings: dict[tuple[int, ...], list[Row]] = {}
-        for _ in range(min(free, len(self._waiting))):
-            row = self._waiting.popleft()
-            siblings.setdefault(tuple(row.prompt_ids), []).append(row)
+        starting = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         chunk: list[list[Row]] = []
-        for rows in sorted(siblings.values(), key=lambda rows: len(rows[0].prompt_ids)):
+        for rows in sorted(_by_prompt(starting), key=lambda rows: len(rows[0].prompt_ids)):
             if chunk and (len(chunk) + 1) * len(rows[0].prompt_ids) > self._max_prefill_tokens:
                 self._prefills.append(chunk)
                 chunk = []
@@ -149,6 +153,7 @@ class Generation:
         logits = self._model.logits(
             to_device(input_ids, device), step, self.cache, last=to_device(lengths - 1, device)
         )
+        self.num_prefilled += int(lengths.sum())
         rows = [row for group in groups for row in group]
         self._running = self._running + rows
         started = _State(
@@ -220,6 +225,14 @@ class Generation:
         self._running = [self._running[i] for i in order]
         index = to_device(torch.tensor(order, dtype=torch.int64), self._model.device)
         self._state = _State(*(tensor[index] for tensor in self._state))
+
+
+def _by_prompt(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows with the same prompt together, in the order of their first."""
+    groups: dict[tuple[int, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.prompt_ids), []).append(row)
+    return list(groups.values())
 
 
 def longest_row(requests: Sequence[Request], params: SamplingParams, max_model_len: int) -> int:

@@ -39,8 +39,10 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
 }
+UNEVEN: dict[str, Any] = SIZES | {"vocab_size": 509}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
+    "llama, uneven vocabulary": LlamaConfig(**UNEVEN),
     "qwen2, tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2, one sliding layer": Qwen2Config(
         **SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1
@@ -50,6 +52,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gemma2": Gemma2Config(**SIZES, head_dim=16, sliding_window=6),
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=6),
 }
+
+
+SHARDED = ("qwen2, tied", "gemma3", "llama, uneven vocabulary")
 
 
 def make_model(config: PretrainedConfig) -> Any:
@@ -68,7 +73,7 @@ def make_requests(number: int, *, samples: int = 1) -> list[Request]:
     """Prompts of 1 to 20 tokens, sample-major, as rollout.py submits them."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 21, (number,), generator=generator).tolist()
-    prompts = [torch.randint(0, 512, (n,), generator=generator).tolist() for n in lengths]
+    prompts = [torch.randint(0, 500, (n,), generator=generator).tolist() for n in lengths]
     return [Request(1000 * i + s, ids) for s in range(samples) for i, ids in enumerate(prompts)]
 
 
@@ -172,6 +177,15 @@ def test_samples_do_not_depend_on_the_batch_they_are_made_in(mesh, reference):
     assert all(result == results[0] for result in results)
 
 
+def test_samples_of_a_prompt_share_one_prefill_though_they_are_submitted_apart(engine):
+    params = SamplingParams(max_new_tokens=6, seed=1)
+    requests = make_requests(6, samples=4)  # 24 requests, 8 rows: two prompts at a time
+    run(engine, requests, params)
+    assert engine.stats["rollout/cache_hit"] == pytest.approx(3 / 4)
+    run(engine, requests[:6], params)
+    assert engine.stats["rollout/cache_hit"] == 0
+
+
 def test_reading_tokens_one_step_late_changes_nothing(engine):
     params = SamplingParams(max_new_tokens=15, stop_token_ids=tuple(range(40)), seed=2)
     requests = make_requests(9)
@@ -245,6 +259,19 @@ def test_max_model_len_cuts_a_long_row_alone(engine):
     completions = run(engine, requests, SamplingParams(max_new_tokens=20))
     assert [len(completion.response_ids) for completion in completions] == [8, 20]
     assert [completion.finish_reason for completion in completions] == ["length", "length"]
+
+
+def test_bfloat16_logprobs_stay_close_to_float32(mesh, reference):
+    engine = make_engine(mesh, CONFIGS["qwen2, tied"], dtype=torch.bfloat16)
+    drive(engine.wake(reference))
+    requests = make_requests(4)
+    completions = run(engine, requests, SamplingParams(max_new_tokens=8, seed=6))
+    for request, completion in zip(requests, completions, strict=True):
+        ids = request.prompt_ids + completion.response_ids
+        logprobs = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected = logprobs[len(request.prompt_ids) - 1 : -1][range(8), completion.response_ids]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=0.15)
+    engine.close()
 
 
 def test_no_requests_give_no_completions(engine):
@@ -353,15 +380,33 @@ def samples_of_this_rank(
 def samples_for_every_tp(rank: int, world_size: int) -> dict:
     return {
         (name, tp): samples_of_this_rank(rank, world_size, name, tp)
-        for name in ("qwen2, tied", "gemma3", "llama")
+        for name in SHARDED
         for tp in (1, 2, 4)
     }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_samples_what_the_cpu_samples_and_gets_its_memory_back():
+    model, requests = make_model(CONFIGS["qwen2, tied"]), make_requests(6, samples=3)
+    params = SamplingParams(max_new_tokens=20, stop_token_ids=tuple(range(20)), top_k=50, seed=1)
+    results, dims = [], ParallelDims(world_size=1, ranks_per_node=1)
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        with init_distributed(device):
+            engine = make_engine(build_mesh(dims, device), CONFIGS["qwen2, tied"])
+            model = model.to(device)
+            before = torch.cuda.memory_allocated()
+            drive(engine.wake(model))
+            results.append([c.response_ids for c in run(engine, requests, params)])
+            engine.close()
+            assert torch.cuda.memory_allocated() == before
+    assert results[0] == results[1]
 
 
 @pytest.mark.distributed
 def test_four_ranks_sample_the_same_tokens_for_every_tensor_parallel_size(mesh):
     ranks = run_distributed(samples_for_every_tp, 4)
-    for name in ("qwen2, tied", "gemma3", "llama"):
+    for name in SHARDED:
         engine = make_engine(mesh, CONFIGS[name])
         drive(engine.wake(make_model(CONFIGS[name])))
         params = SamplingParams(max_new_tokens=12, seed=4, stop_token_ids=tuple(range(20)))
