@@ -103,7 +103,7 @@ def generate(
     lengths = [len(prompt.prompt_ids) + params.max_new_tokens / 2 for prompt in prompts]
     shares = spread(lengths, n=n, replicas=mesh.dims.rollout_dp)
     share = shares[mesh.rollout_dp_rank]
-    run.drive(engine.generate([requests[i] for i in share], params))
+    run.drive(engine.generate([requests[i] for i in share], params), label="generate")
     completions = _gather(engine.completions, shares, mesh)
     return [completions[s * len(prompts) + p] for p in range(len(prompts)) for s in range(n)]
 

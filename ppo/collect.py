@@ -122,7 +122,7 @@ class Collector:
                 yield
             mine.update(zip(share, job.results, strict=True))
 
-        self.run.drive(work())
+        self.run.drive(work(), label="score")
         parts: list[dict[int, RewardResult]] = [{}] * dist.get_world_size()
         dist.all_gather_object(parts, mine, group=mesh.host_group)
         merged = {index: result for part in parts for index, result in part.items()}

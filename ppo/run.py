@@ -28,6 +28,7 @@ from ppo.run_folder import (
     write_status,
 )
 from ppo.signals import SignalWatch
+from ppo.tracking import progress_bar
 from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)
@@ -160,30 +161,36 @@ class Run:
         if found := dict.fromkeys(text for text in texts if text is not None):
             raise ValueError("\n".join(found)) from error
 
-    def drive(self, work: Iterator[object]) -> None:
+    def drive(self, work: Iterator[object], *, label: str = "") -> None:
         """Collective: run `work` to its end on every rank, one step at a time, polls between.
 
         `work` yields about every half second. All ranks take their n-th step between the same two
         polls, so that a step may hold collectives, if the ranks that join them agree on the step.
-        It is closed when it is abandoned.
+        It is closed when it is abandoned. With a label, rank 0 shows a progress bar on a terminal;
+        a float that `work` yields is the share that is done.
 
         Raises:
             what `poll` does; an exception in `work` becomes a RuntimeError on every rank.
         """
         failure: Exception | None = None
         finished = False
+        bar = progress_bar(label, enabled=label != "" and self.mesh.rank == 0)
         try:
             while True:
                 if not finished:
                     try:
-                        finished = next(work, _END) is _END
+                        step = next(work, _END)
+                        finished = step is _END
+                        bar.update(step - bar.n if isinstance(step, float) else 0.0)
                     except Exception as exception:  # raised again by poll, on every rank
                         failure, finished = exception, True
+                bar.refresh()
                 if self.poll(finished, _describe(failure)):
                     return
         except RuntimeError as gathered:
             raise gathered from failure
         finally:
+            bar.close()
             if close := getattr(work, "close", None):
                 close()
 

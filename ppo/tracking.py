@@ -147,13 +147,18 @@ def console_line(step: int, values: Mapping[str, float]) -> str:
     return " | ".join(parts)
 
 
-def progress_bar(total: int, label: str, *, enabled: bool) -> tqdm:
-    """A bar for a long phase: `with progress_bar(...) as bar: bar.update(n)`.
+def progress_bar(label: str, *, enabled: bool) -> tqdm:
+    """A bar for a long phase, from 0 to 1: `with progress_bar(...) as bar: bar.update(0.1)`.
 
     Shows on a terminal only, and on the rank that asks for it.
     """
-    hidden = not enabled or not sys.stderr.isatty()
-    return tqdm(total=total, desc=label, leave=False, disable=hidden)
+    return tqdm(
+        total=1.0,
+        desc=label,
+        bar_format="{desc}: {percentage:3.0f}% |{bar:40}| {elapsed}",
+        leave=False,
+        disable=not enabled or not sys.stderr.isatty(),
+    )
 
 
 def _step_of(line: str) -> float:

@@ -78,8 +78,8 @@ def _together(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         seen["bad input"] = outcome(lambda: run.agree(bad))
         seen["good input"] = outcome(lambda: run.agree(None))
         run.status("running", 3)
-    seen["finished"] = read_status(root / "finished")
     dist.barrier()
+    seen["finished"] = read_status(root / "finished")
 
     with open_run(root / "signal", world_size) as run:
         run.status("running", 5)
