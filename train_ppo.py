@@ -44,7 +44,7 @@ from ppo.config import (
 )
 from ppo.data.rows import DataError
 from ppo.data.sampler import PromptSampler
-from ppo.kl import FixedKLController, kl_estimate, make_kl_controller, token_rewards
+from ppo.kl import KLController, kl_estimate, make_kl_controller, token_rewards
 from ppo.losses import effective_sample_size, rollout_weights
 from ppo.metrics import Metrics
 from ppo.preflight import run_check
@@ -75,7 +75,7 @@ class TrainState:
     """What a restart needs besides tensors: JSON, the same on every rank."""
 
     sampler: PromptSampler
-    kl_controller: FixedKLController
+    kl_controller: KLController
     step: int = 0
     """iterations done"""
     position: dict[str, Any] | None = None
@@ -119,6 +119,7 @@ def train(config: Config, run: Run) -> None:
         checkpoints = owned.enter_context(open_checkpoints(config, run, prompts))
         state = TrainState(sampler, make_kl_controller(config.algorithm.kl_ctrl))
         resume(config, run, checkpoints, models, state)
+        models.rest()
         tracker.truncate(state.step or -1)
 
         def test(metrics: Metrics) -> None:
@@ -229,7 +230,7 @@ def add_scores(
 
 
 def add_advantages(
-    batch: RolloutBatch, config: Config, controller: FixedKLController, metrics: Metrics
+    batch: RolloutBatch, config: Config, controller: KLController, metrics: Metrics
 ) -> None:
     """KL penalty in the reward, then advantages: the same on every rank, from all samples."""
     algorithm, mask = config.algorithm, batch.response_mask

@@ -1,4 +1,4 @@
-"""The rollout batch and how it is cut: mini-batches, data-parallel ranks, micro-batches, packed rows.
+"""The rollout batch and how it is cut: mini-batches, dp ranks, micro-batches, packed rows.
 
 Owns the shape legend and everything that decides which rank computes which sequence. Knows no
 model, no optimizer and no process group: every rank holds the whole batch on its host and derives
@@ -176,7 +176,7 @@ def _first_fit(lengths: Sequence[int], mine: Sequence[int], budget: Budget) -> l
 def _balanced(
     lengths: Sequence[int], mine: Sequence[int], number: int, budget: Budget
 ) -> list[list[int]] | None:
-    """Spread sequences over exactly `number` micro-batches by cost; None where the budget breaks."""
+    """Spread sequences over `number` micro-batches by cost; None where the budget breaks."""
     bins: list[list[int]] = [[] for _ in range(number)]
     load = [0] * number
     for index in sorted(mine, key=lambda i: (-lengths[i], i)):
@@ -194,7 +194,7 @@ def _balanced(
 class MicroBatch:
     """Inputs of one forward pass, and where its K scored tokens stand in the [B, T] tensors."""
 
-    inputs: dict[str, Tensor | None]  # what the model's forward takes, labels apart
+    inputs: dict[str, Tensor]  # what the model's forward takes, labels apart
     labels: Tensor  # [K] the response tokens to score
     rows: Tensor  # [K] host
     cols: Tensor  # [K] host

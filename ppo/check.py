@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ppo.config import Config, FsdpConfig, Problem
+from ppo.data.rows import DataError, check_data_files
 from ppo.model_shapes import config_json
+from ppo.rewards.contract import RewardError
+from ppo.rewards.function import check_function
 from sharding.dims import ParallelDims
 
 # where this project keeps models and checkpoints: never the name of an organisation
@@ -223,6 +226,25 @@ def check_files(config: Config) -> list[Problem]:
                 "pip install -e '.[sglang]', or use rollout.engine=torch",
             )
         )
+    return found
+
+
+def check_contents(config: Config) -> list[Problem]:
+    """What is wrong inside the files that are there: first rows, signature of the reward."""
+    own_reward = config.reward.function.path is not None
+    found = []
+    for name in ("train_files", "val_files"):
+        files = [f for f in getattr(config.data, name) if f == "tiny" or glob.glob(f)]
+        try:
+            if files:
+                check_data_files(files, config.data, need_data_source=not own_reward)
+        except DataError as error:
+            found.append(Problem(f"data.{name}", None, str(error)))
+    if own_reward and Path(str(config.reward.function.path)).is_file():
+        try:
+            check_function(config.reward.function)
+        except RewardError as error:
+            found.append(Problem("reward.function.path", config.reward.function.path, str(error)))
     return found
 
 

@@ -119,7 +119,7 @@ def evaluate(config: Config, run: Run, options: Options) -> dict[str, Summary]:
         open_rewards(config, run, prompts) as pool,
         open_collector(config, run, prompts, actor, pool) as collector,
     ):
-        rows = _sample_and_score(collector, actor, prompts.train)
+        rows = _sample_and_score(collector, actor, list(prompts.all()))
     summaries = summarise(rows, pass_score=options.pass_score)
     if run.mesh.rank == 0:
         write_samples(options.out, rows)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,12 @@ class Frozen:
     device: torch.device
     param_offload: bool = False
 
+    @property
+    def hf_config(self) -> Any:
+        """transformers' configuration of the text model."""
+        config: Any = self.module.config
+        return config.get_text_config()
+
     @contextmanager
     def on_device(self) -> Iterator[nn.Module]:
         """Bring parameters that rest on the host to the device, and send them back afterwards."""
@@ -36,8 +43,12 @@ class Frozen:
         try:
             yield self.module
         finally:
-            if self.param_offload:
-                offload_module(self.module)
+            self.rest()
+
+    def rest(self) -> None:
+        """Send to the host what rests there between uses."""
+        if self.param_offload:
+            offload_module(self.module)
 
 
 @dataclass(kw_only=True)
@@ -63,8 +74,12 @@ class Learner(Frozen):
                 yield module
             finally:
                 module.eval()
-                if self.optimizer_offload:
-                    offload_optimizer(self.optimizer)
+
+    def rest(self) -> None:
+        """Send to the host what rests there between uses."""
+        if self.optimizer_offload:
+            offload_optimizer(self.optimizer)
+        super().rest()
 
     def set_lr(self, step: int) -> float:
         """Set and return the learning rate of PPO iteration `step` (1-based)."""
@@ -97,7 +112,9 @@ class Learner(Frozen):
         return norm
 
 
-def make_optimizer(module: nn.Module, optim: OptimConfig, device: torch.device) -> torch.optim.AdamW:
+def make_optimizer(
+    module: nn.Module, optim: OptimConfig, device: torch.device
+) -> torch.optim.AdamW:
     """AdamW over the sharded parameters: one fused kernel on CUDA."""
     return torch.optim.AdamW(
         module.parameters(),

@@ -16,12 +16,12 @@ from torch import nn
 from ppo.batch import Budget
 from ppo.collect import Collector, reward_request
 from ppo.config import Config, ConfigError, Problem
-from ppo.data.dataset import Prompt, build_dataset
+from ppo.data.dataset import Prompt, Prompts, Split, build_dataset
 from ppo.data.sampler import PromptSampler
 from ppo.data.tokenizer import load_tokenizer
 from ppo.engines.contract import stop_token_ids
 from ppo.learner import Frozen, Learner, make_optimizer
-from ppo.models import build_causal_lm, build_value_model, is_packable
+from ppo.models import build_causal_lm, build_value_model, is_packable, load_hf_config
 from ppo.rewards.contract import RewardError
 from ppo.rewards.pool import RewardPool
 from ppo.run import Run
@@ -30,6 +30,7 @@ from ppo.tiny import build_tiny_model
 from ppo.tracking import Tracker
 from rollout import build_engine
 from sharding.checkpoint import Checkpointer
+from sharding.layout import row_parallel_weight
 
 if TYPE_CHECKING:  # --check answers without the seconds that transformers takes
     from transformers import PreTrainedTokenizerBase
@@ -55,12 +56,17 @@ def model_folder(path: str, run: Run) -> Path:
     return Path(folder)
 
 
-class Prompts(NamedTuple):
+class PromptSets(NamedTuple):
     """Tokenizer and prompts of a run; val is empty without data.val_files."""
 
     tokenizer: "PreTrainedTokenizerBase"
-    train: Sequence[Prompt]
-    val: Sequence[Prompt]
+    train: Prompts
+    val: Prompts
+
+    def all(self) -> Iterator[Prompt]:
+        """Training prompts, then validation prompts."""
+        for prompts in (self.train, self.val):
+            yield from (prompts[index] for index in range(len(prompts)))
 
     def sampler(self, config: Config) -> PromptSampler:
         """The order of the training prompts."""
@@ -73,7 +79,7 @@ class Prompts(NamedTuple):
         )
 
 
-def load_prompts(config: Config, run: Run) -> Prompts:
+def load_prompts(config: Config, run: Run) -> PromptSets:
     """Load the tokenizer and all prompts. Raises DataError, on every rank alike."""
     tokenizer = load_tokenizer(
         model_folder(config.model.tokenizer_path, run),
@@ -81,17 +87,20 @@ def load_prompts(config: Config, run: Run) -> Prompts:
         custom_chat_template=config.model.custom_chat_template,
     )
     need_source = config.reward.function.path is None
-    train, val = (
-        build_dataset(files, tokenizer, config.data, split=split, need_data_source=need_source)
-        if files
-        else []
-        for files, split in ((config.data.train_files, "train"), (config.data.val_files, "val"))
-    )
-    return Prompts(tokenizer, train, val)
+
+    def load(files: Sequence[str], split: Split) -> Prompts:
+        if not files:
+            return []
+        return build_dataset(
+            files, tokenizer, config.data, split=split, need_data_source=need_source
+        )
+
+    train = load(config.data.train_files, "train")
+    return PromptSets(tokenizer, train, load(config.data.val_files, "val"))
 
 
 @contextmanager
-def open_rewards(config: Config, run: Run, prompts: Prompts) -> Iterator[RewardPool | None]:
+def open_rewards(config: Config, run: Run, prompts: PromptSets) -> Iterator[RewardPool | None]:
     """The scoring processes of this node, tried out; None where another rank holds them.
 
     Raises ConfigError on every rank when the reward cannot work.
@@ -102,7 +111,7 @@ def open_rewards(config: Config, run: Run, prompts: Prompts) -> Iterator[RewardP
             try:
                 pool = RewardPool(config.reward, log_path=run.dir / "logs" / "rewards.log")
                 owned.enter_context(pool)
-                for warning in pool.probe(map(reward_request, [*prompts.train, *prompts.val])):
+                for warning in pool.probe(map(reward_request, prompts.all())):
                     logger.warning("%s", warning)
             except RewardError as problem:
                 error = str(problem)
@@ -112,7 +121,7 @@ def open_rewards(config: Config, run: Run, prompts: Prompts) -> Iterator[RewardP
 
 @contextmanager
 def open_collector(
-    config: Config, run: Run, prompts: Prompts, actor: Frozen, pool: RewardPool | None
+    config: Config, run: Run, prompts: PromptSets, actor: Frozen, pool: RewardPool | None
 ) -> Iterator[Collector]:
     """Start the engine, asleep, and put it together with tokenizer and rewards."""
     folder = model_folder(config.model.path, run)
@@ -128,7 +137,7 @@ def open_collector(
         )
 
 
-def _stop_token_ids(prompts: Prompts, folder: Path) -> tuple[int, ...]:
+def _stop_token_ids(prompts: PromptSets, folder: Path) -> tuple[int, ...]:
     from transformers import GenerationConfig
 
     has_file = (folder / "generation_config.json").is_file()
@@ -156,6 +165,12 @@ class Models(NamedTuple):
         """The models of a checkpoint."""
         return {m.name: m for m in (self.actor, self.critic) if m is not None}
 
+    def rest(self) -> None:
+        """Send to the host what rests there until it is used."""
+        for model in self:
+            if model is not None:
+                model.rest()
+
     def modules(self) -> dict[str, nn.Module]:
         """Modules of a checkpoint, by name."""
         return {name: learner.module for name, learner in self.trained().items()}
@@ -176,7 +191,8 @@ def build_models(config: Config, run: Run, total_steps: int) -> Models:
         "forward_only": False,
         "dtype": master,
     }
-    aligned = _is_row_parallel if config.parallel.align_to_rollout else None
+    model_type = load_hf_config(folder, config.model).model_type
+    aligned = row_parallel_weight(model_type) if config.parallel.align_to_rollout else None
     actor = build_causal_lm(
         folder, run.mesh, fsdp_config=config.actor.fsdp, shard_dim1=aligned, **trained
     )
@@ -202,11 +218,6 @@ def build_models(config: Config, run: Run, total_steps: int) -> Models:
     return Models(_learner("actor", actor, config, run, total_steps), critic, ref)
 
 
-def _is_row_parallel(name: str, parameter: nn.Parameter) -> bool:
-    """Whether tensor parallelism splits this weight on dim 1."""
-    return parameter.ndim == 2 and name.endswith(("o_proj.weight", "down_proj.weight"))
-
-
 def _learner(name: str, module: nn.Module, config: Config, run: Run, total_steps: int) -> Learner:
     section = config.actor if name == "actor" else config.critic
     return Learner(
@@ -230,9 +241,10 @@ class Batchers(NamedTuple):
     ref: Batcher
 
 
-def make_batchers(config: Config, run: Run, prompts: Prompts, actor: Learner) -> Batchers:
+def make_batchers(config: Config, run: Run, prompts: PromptSets, actor: Learner) -> Batchers:
     """Budgets of the updates and of the forward-only pass of the reference."""
-    sp = run.mesh.dims.sp
+    sp, pad_id = run.mesh.dims.sp, prompts.tokenizer.pad_token_id
+    assert isinstance(pad_id, int), pad_id  # load_tokenizer has seen to it
     packed = config.model.use_remove_padding and is_packable(actor.module)
 
     def batcher(tokens: int, dynamic: bool, count: int | None) -> Batcher:
@@ -244,22 +256,22 @@ def make_batchers(config: Config, run: Run, prompts: Prompts, actor: Learner) ->
                 count=None if dynamic else count,
                 padded=not packed,
                 balance=config.trainer.balance_batch,
-                hidden_size=actor.module.config.hidden_size,
+                hidden_size=actor.hf_config.hidden_size,
             ),
             packed=packed,
-            pad_id=int(prompts.tokenizer.pad_token_id),
+            pad_id=pad_id,
         )
 
+    count, dynamic = config.actor.ppo_micro_batch_size_per_gpu, config.actor.use_dynamic_bsz
+    critic = config.critic
     return Batchers(
-        *(
-            batcher(s.ppo_max_token_len_per_gpu, s.use_dynamic_bsz, s.ppo_micro_batch_size_per_gpu)
-            for s in (config.actor, config.critic)
+        actor=batcher(config.actor.ppo_max_token_len_per_gpu, dynamic, count),
+        critic=batcher(
+            critic.ppo_max_token_len_per_gpu,
+            critic.use_dynamic_bsz,
+            critic.ppo_micro_batch_size_per_gpu,
         ),
-        batcher(
-            config.ref.log_prob_max_token_len_per_gpu,
-            config.actor.use_dynamic_bsz,
-            config.actor.ppo_micro_batch_size_per_gpu,
-        ),
+        ref=batcher(config.ref.log_prob_max_token_len_per_gpu, dynamic, count),
     )
 
 
@@ -274,7 +286,7 @@ def open_tracker(config: Config, run: Run) -> Tracker:
     return Tracker(run.dir, enabled=run.mesh.rank == 0, loggers=config.trainer.logger)
 
 
-def open_checkpoints(config: Config, run: Run, prompts: Prompts) -> Checkpointer:
+def open_checkpoints(config: Config, run: Run, prompts: PromptSets) -> Checkpointer:
     """The checkpoints of the run folder."""
     wants_hf = "hf_model" in config.actor.checkpoint.save_contents
     return Checkpointer(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ppo.check import check_config, check_files
+from ppo.check import check_config, check_contents, check_files
 from ppo.config import Config, ConfigError, Problem
 from ppo.run import Run
 from sharding.mesh import build_mesh, init_distributed
@@ -48,6 +48,7 @@ class Launch:
         return [
             *check_config(config, world_size=size, ranks_per_node=per_node),
             *check_files(config),
+            *check_contents(config),
         ]
 
     def report(self, error: ValueError) -> int:

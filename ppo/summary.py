@@ -1,7 +1,7 @@
 """What is logged of a rollout batch and of a step. Every rank computes the same numbers."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from ppo.batch import RolloutBatch, assign
 from ppo.collect import Collector
 from ppo.config import Config
-from ppo.data.dataset import Prompt
+from ppo.data.dataset import Prompts
 from ppo.flops import ModelSize, batch_flops, utilisation
 from ppo.learner import Learner
 from ppo.losses import rollout_mismatch
@@ -101,7 +101,7 @@ def perf_metrics(
 
 
 def _model_size(learner: Learner) -> ModelSize:
-    hf = learner.module.config
+    hf = learner.hf_config
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     return ModelSize(
         num_params=sum(p.numel() for p in learner.module.parameters()),
@@ -124,7 +124,7 @@ def memory_metrics(metrics: Metrics, device: torch.device) -> None:
 
 def validate(
     collector: Collector,
-    prompts: Sequence[Prompt],
+    prompts: Prompts,
     actor: Learner,
     tracker: Tracker,
     metrics: Metrics,

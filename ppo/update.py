@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ppo.batch import MicroBatch, RolloutBatch, mini_batches
-from ppo.config import ActorConfig, Config
+from ppo.config import ActorConfig, Config, CriticConfig
 from ppo.kl import kl_estimate
 from ppo.learner import Learner
-from ppo.losses import policy_loss, rollout_mismatch, token_weights, value_loss
+from ppo.losses import AggregationMode, policy_loss, rollout_mismatch, token_weights, value_loss
 from ppo.metrics import Metrics
 from ppo.scoring import Batcher
 
@@ -34,7 +34,12 @@ class Part(NamedTuple):
 
 
 def epoch_mini_batches(
-    batch: RolloutBatch, section: ActorConfig, *, seed: int, step: int, epoch: int = 0
+    batch: RolloutBatch,
+    section: ActorConfig | CriticConfig,
+    *,
+    seed: int,
+    step: int,
+    epoch: int = 0,
 ) -> list[list[int]]:
     """Index lists of the mini-batches of one PPO epoch; order fixed, or shuffled by the seed."""
     shuffle_seed = seed + 1_000_003 * step + epoch if section.shuffle else None
@@ -60,7 +65,7 @@ def _parts(
     batch: RolloutBatch,
     indices: Sequence[int],
     *,
-    mode: str,
+    mode: AggregationMode,
     scale: float,
     batcher: Batcher,
     metrics: Metrics,

@@ -23,6 +23,7 @@ def run_main(tmp_path, capfd):
     def call(*overrides: str, config: str = "ppo_tiny.yaml") -> tuple[int, str]:
         folder = f"trainer.default_local_dir={tmp_path / 'run'}"
         code = train_ppo.main(["--config", config, folder, *overrides])
+        assert code is not None
         return code, capfd.readouterr().err
 
     return call
@@ -115,7 +116,7 @@ def test_a_tokenizer_without_chat_template_is_said_before_a_model_is_loaded(run_
         ("def other(): ...\n", ("compute_score", "other")),
         ("def compute_score(a): return 0.0\n", ("compute_score",)),
         ("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-         "    return 'good'\n", ("good",)),
+         "    return 'good'\n", ("not str",)),
         ("import not_a_module\ndef compute_score(*a, **k): return 0.0\n", ("not_a_module",)),
     ],
 )  # fmt: skip
@@ -134,12 +135,12 @@ def test_under_torchrun_the_message_comes_once_and_no_rank_is_left(tmp_path):
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
         *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "train_ppo.py"),
-        *("--config", "ppo_tiny.yaml", "trainer.total_step=3"),
+        *("--config", "ppo_tiny.yaml", "trainer.save_frq=3"),
         f"trainer.default_local_dir={tmp_path / 'run'}",
     ]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.count("did you mean") == 1
+    assert done.stderr.count("trainer.save_frq") == 1 and "trainer.save_freq" in done.stderr
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
     assert left.stdout == ""

@@ -95,10 +95,11 @@ class EngineHost:
         return {
             "kv_tokens": info["max_total_num_tokens"],
             "version": info["version"],
+            "shared_files": _shared_files([os.getpid(), *(child.pid for child in self.children)]),
         }
 
-    async def serve(self, described: dict[str, Any]) -> None:
-        """Answer calls until the leader closes the pipe or asks for "close"."""
+    async def serve(self, described: dict[str, Any]) -> NoReturn:
+        """Answer calls until the leader asks for "close" or something ends."""
         self._take_signals()
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._receive, args=(loop,), daemon=True).start()
@@ -106,7 +107,7 @@ class EngineHost:
         while True:
             call, verb, arguments = await self._next_message()
             if verb == "close":
-                return
+                self._end(0)
             if verb != "abort":  # of a generation that has ended meanwhile
                 self.connection.send(("done", call, await self._run(call, verb, arguments)))
 
@@ -157,12 +158,17 @@ class EngineHost:
                 self._fail(f"engine process {title} ended with exit code {child.exitcode}")
 
     def _fail(self, reason: str) -> NoReturn:
-        """End this process and, with it, the engine's."""
         sys.stderr.write(f"engine host: {reason}\n")
+        self._end(1)
+
+    def _end(self, code: int) -> NoReturn:
+        """End the engine's processes and this one, as Engine.shutdown does but without waiting."""
         sys.stderr.flush()
         for child in self.children:
             child.kill()
-        os._exit(1)
+        for child in self.children:
+            child.join()
+        os._exit(code)
 
     async def call_begin_update(self) -> None:
         """Open a weight-update session."""
@@ -245,6 +251,13 @@ class EngineHost:
         }
 
 
+def _shared_files(pids: list[int | None]) -> list[str]:
+    """Files in /dev/shm that SGLang's processes hold, and that outlive them when they are killed."""
+    maps = [Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in pids]
+    paths = {line.split(maxsplit=5)[-1] for lines in maps for line in lines}
+    return sorted(path for path in paths if path.startswith("/dev/shm/sgl"))
+
+
 def _title(pid: int | None) -> str:
     """The name that an engine process has given itself, such as sglang::scheduler_TP0."""
     return Path(f"/proc/{pid}/cmdline").read_text().strip("\0 ")
@@ -274,7 +287,6 @@ def main() -> None:
         engine = sglang.Engine(nccl_port=port, **settings["engine"])
     host = EngineHost(connection, engine, settings["engine"]["custom_weight_loader"][0])
     engine.loop.run_until_complete(host.serve(host.describe()))
-    engine.shutdown()
 
 
 if __name__ == "__main__":

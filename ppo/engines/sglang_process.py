@@ -41,6 +41,7 @@ class HostProcess:
         """
         self.rank, self.log = rank, log
         self._next_call, self._up = 0, False
+        self._shared_files: list[str] = []
         ours, theirs = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", PIPE_TIMEOUT_S, 0))
@@ -82,7 +83,8 @@ class HostProcess:
             if reply is not None and reply[1] == call:
                 kind, _, value = reply
                 if kind == "done":
-                    self._up = True
+                    if not self._up:
+                        self._up, self._shared_files = True, value["shared_files"]
                     return value
                 if value != marker:
                     marker, changed = value, time.monotonic()
@@ -137,3 +139,5 @@ class HostProcess:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self._connection.close()
+            for file in self._shared_files:
+                Path(file).unlink(missing_ok=True)

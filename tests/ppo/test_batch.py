@@ -78,8 +78,10 @@ def test_a_partition_covers_each_sequence_once_within_its_budget(
     assert len({len(micros) for micros in ranks}) == 1  # the same number on every rank
     assert sorted(i for micros in ranks for m in micros for i in m) == list(range(len(lengths)))
     for micro in (m for micros in ranks for m in micros if len(m) > 1):
-        size = len(micro) * max(lengths[i] for i in micro) if padded else sum(
-            lengths[i] for i in micro
+        size = (
+            len(micro) * max(lengths[i] for i in micro)
+            if padded
+            else sum(lengths[i] for i in micro)
         )
         assert tokens is None or size <= tokens
         assert count is None or len(micro) <= count
