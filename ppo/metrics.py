@@ -31,6 +31,7 @@ class Metrics:
         self._smallest: dict[str, Number] = {}
         self._seconds: dict[str, float] = {}
         self._same: dict[str, float] = {}
+        self._peaks: list[int] = []  # bytes, of the blocks of `timed` that are open
 
     def add(self, name: str, total: Number, count: Number) -> None:
         """Add a sum over `count` items; the metric is all ranks' totals over their counts."""
@@ -51,13 +52,19 @@ class Metrics:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the time of the block to timing_s/NAME; the slowest rank counts, in seconds."""
+        """Add the time of the block to timing_s/NAME; the slowest rank counts, in seconds.
+
+        On CUDA the device memory that tensors held at most goes to memory_gib/NAME. Blocks may
+        stand inside others, which then count what happens in the inner ones too.
+        """
         start = self._now()
+        self._open_peak()
         try:
             yield
         finally:
             elapsed = self._now() - start
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
+            self._close_peak(name)
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """The values of the step, equal on every rank; one exchange over `group`.
@@ -77,6 +84,21 @@ class Metrics:
         values |= {name: totals[name] / count for name, count in counts.items() if count != 0}
         values |= _merged(parts, "max", torch.amax) | _merged(parts, "min", torch.amin)
         return dict(sorted(values.items()))
+
+    def _open_peak(self) -> None:
+        """Start a block; what was the peak so far is the surrounding block's."""
+        if self._cuda is not None:
+            if self._peaks:
+                self._peaks[-1] = max(self._peaks[-1], torch.cuda.max_memory_allocated(self._cuda))
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+            self._peaks.append(0)
+
+    def _close_peak(self, name: str) -> None:
+        if self._cuda is not None:
+            peak = max(self._peaks.pop(), torch.cuda.max_memory_allocated(self._cuda))
+            if self._peaks:
+                self._peaks[-1] = max(self._peaks[-1], peak)
+            self.maximum(f"memory_gib/{name}", peak / 2**30)
 
     def _now(self) -> float:
         if self._cuda is not None:

@@ -1,5 +1,6 @@
 """What is logged of a rollout batch and of a step. Every rank computes the same numbers."""
 
+import resource
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -59,6 +60,8 @@ def summarise_batch(batch: RolloutBatch, batcher: Batcher, metrics: Metrics) -> 
         metrics.set("training/rollout_probs_diff_mean", mismatch.mean.item())
         metrics.set("training/rollout_probs_diff_max", mismatch.max.item())
     _balance(batch, batcher, metrics)
+    high_water_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    metrics.maximum("perf/cpu_memory_used_gb", high_water_kib / 2**20)
 
 
 def _balance(batch: RolloutBatch, batcher: Batcher, metrics: Metrics) -> None:
@@ -87,6 +90,8 @@ def perf_metrics(
     device_name = torch.cuda.get_device_name(mesh.device) if cuda else "cpu"
     tokens = values["perf/total_num_tokens"]
     perf = timing_shares(dict(values))
+    if "memory_gib/step" in values:
+        perf["perf/max_memory_allocated_gb"] = values["memory_gib/step"]
     perf["perf/throughput"] = tokens / values["timing_s/step"] / world_size
     for learner, epochs in ((actor, config.actor.ppo_epochs), (critic, config.critic.ppo_epochs)):
         if learner is not None:
@@ -109,17 +114,6 @@ def _model_size(learner: Learner) -> ModelSize:
         num_heads=hf.num_attention_heads,
         head_dim=head_dim,
     )
-
-
-def memory_metrics(metrics: Metrics, device: torch.device) -> None:
-    """Peaks of this rank since the last call: device memory, and the process's on the host."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device) / 2**30
-        metrics.maximum("perf/max_memory_allocated_gb", peak)
-        torch.cuda.reset_peak_memory_stats(device)
-    with open("/proc/self/status") as status:
-        kib = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-    metrics.maximum("perf/cpu_memory_used_gb", kib / 2**20)
 
 
 def validate(

@@ -95,6 +95,7 @@ def test_four_ranks_shard_and_cut_in_any_way_and_train_the_same(single, tmp_path
             "model.use_remove_padding=false",
         ),
         "sp_2": ("actor.ulysses_sequence_parallel_size=2",),
+        "tp_4": ("rollout.tensor_model_parallel_size=4",),
         "tp_2": ("rollout.tensor_model_parallel_size=2", "parallel.align_to_rollout=true"),
     }
     results = run_distributed(

@@ -195,3 +195,23 @@ def test_the_progress_bar_shows_on_a_terminal_only(
         with progress_bar("gen", enabled=enabled) as bar:
             bar.update(0.5)
         assert ("gen" in capsys.readouterr().err) == (enabled and terminal)
+
+
+@pytest.mark.gpu
+def test_each_block_reports_the_peak_of_device_memory_and_an_outer_one_that_of_its_inner_ones():
+    device = torch.device("cuda")
+    metrics, mib = Metrics(device), 2**20
+    torch.cuda.empty_cache()
+    base = torch.cuda.memory_allocated()
+    with metrics.timed("outer"):
+        del_me = torch.empty(64 * mib, dtype=torch.uint8, device=device)
+        del del_me
+        with metrics.timed("inner"):
+            held = torch.empty(32 * mib, dtype=torch.uint8, device=device)
+        del held
+        with metrics.timed("last"):
+            pass
+    values = metrics.reduce()
+    assert values["memory_gib/outer"] * 1024 == pytest.approx(base / mib + 64, abs=1)
+    assert values["memory_gib/inner"] * 1024 == pytest.approx(base / mib + 32, abs=1)
+    assert values["memory_gib/last"] * 1024 == pytest.approx(base / mib, abs=1)
