@@ -252,7 +252,7 @@ class EngineHost:
 
 
 def _shared_files(pids: list[int | None]) -> list[str]:
-    """Files in /dev/shm that SGLang's processes hold, and that outlive them when they are killed."""
+    """Files in /dev/shm that SGLang's processes hold and that outlive them when killed."""
     maps = [Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in pids]
     paths = {line.split(maxsplit=5)[-1] for lines in maps for line in lines}
     return sorted(path for path in paths if path.startswith("/dev/shm/sgl"))

@@ -156,7 +156,7 @@ def _two_replicas(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     try:
         session.wake()
         pids = [session.host.process.pid, *descendants(session.host.process.pid)]
-        assert len(pids) >= 3
+        assert len(pids) >= 3 and session.host._shared_files
         _check_reshard(session)
         samples = _check_sampling(session)
         _check_verification(session)
@@ -175,6 +175,7 @@ def _two_replicas(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     try:
         assert bystander.poll() is None
         assert _process_state() == before
+        assert not [file for file in session.host._shared_files if Path(file).exists()]
         return {"samples": samples, "left": alive(pids)}
     finally:
         bystander.kill()

@@ -1,0 +1,116 @@
+"""Training with the real SGLang under torchrun, as a user starts it: two jobs at the same moment.
+
+One ends by SIGTERM, the other by the death of an engine process. Nothing is exported for SGLang.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppo.signals import descendants
+
+pytestmark = [pytest.mark.sglang, pytest.mark.distributed, pytest.mark.timeout(900)]
+pytest.importorskip("sglang")
+
+ROOT = Path(__file__).resolve().parents[1]
+START_S = 600  # for a machine that does other things too; 40 s when idle
+FAULT_S = 30.0
+STEPS = 3
+ENDLESS = (
+    *("trainer.total_epochs=1000", "trainer.total_training_steps=10000"),
+    *("trainer.test_freq=0", "trainer.save_freq=0", "trainer.val_before_train=false"),
+)
+
+
+class Job:
+    """One torchrun of two ranks that trains ppo_tiny.yaml until something ends it."""
+
+    def __init__(self, folder: Path, *, tp: int) -> None:
+        self.folder = folder
+        self.output = folder.with_suffix(".log").open("w+")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc_per_node=2", str(ROOT / "train_ppo.py"), "--config", "ppo_tiny.yaml"]
+        command += ["rollout.engine=sglang", f"rollout.tensor_model_parallel_size={tp}"]
+        command += [*ENDLESS, f"trainer.default_local_dir={folder}"]
+        self.process = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT)
+        self.children: list[int] = []
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The complete steps in metrics.jsonl."""
+        file = self.folder / "metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [row for row in map(json.loads, lines) if row["step"] > 0]
+
+    def train(self, steps: int) -> list[dict[str, Any]]:
+        """Wait for the first steps; remember the processes of the job."""
+        deadline = time.monotonic() + START_S
+        while len(self.rows()) < steps:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text()
+            time.sleep(0.5)
+        self.children = descendants(self.process.pid)
+        return self.rows()[:steps]
+
+    def text(self) -> str:
+        """What the job has printed."""
+        self.output.flush()
+        return Path(self.output.name).read_text()
+
+    def pid_of(self, name: str) -> int:
+        """A process of the job by its command line."""
+        for pid in self.children:
+            if name in Path(f"/proc/{pid}/cmdline").read_text():
+                return pid
+        raise AssertionError(f"no process {name} in {self.children}")
+
+    def status(self) -> dict[str, Any]:
+        """What the run says about its end."""
+        return json.loads((self.folder / "status.json").read_text())
+
+    def left(self) -> list[int]:
+        """Processes that have outlived the job; they get a moment to end."""
+        for _ in range(50):
+            left = [pid for pid in self.children if _runs(pid)]
+            if not left:
+                break
+            time.sleep(0.2)
+        return left
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_two_jobs_started_together_train_agree_and_end_in_good_order(tmp_path: Path):
+    single, double = Job(tmp_path / "single", tp=1), Job(tmp_path / "double", tp=2)
+    try:
+        for job in (single, double):
+            for row in job.train(STEPS):
+                assert 0 < row["training/rollout_probs_diff_max"] < 1e-4
+                assert row["reshard/received_mib"] == row["reshard/lower_bound_mib"] > 0
+                assert row["rollout/tokens_per_s"] > 0
+
+        single.process.send_signal(signal.SIGTERM)  # reaches the trainer, not the engine
+        single.process.wait(FAULT_S)
+        assert single.status()["state"] == "preempted", single.text()
+
+        os.kill(double.pid_of("sglang::scheduler"), signal.SIGKILL)
+        double.process.wait(FAULT_S)
+        assert double.status()["state"] == "failed"
+        assert "rank 0: the SGLang engine" in double.status()["reason"]
+        assert "ended with exit code -9" in double.text()
+        assert single.left() == double.left() == []
+    finally:
+        for job in (single, double):
+            job.process.kill()
+            job.process.wait()
