@@ -93,8 +93,13 @@ class Engine(Protocol):
         """
         ...
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[None]:
-        """Fills `completions`; raises ValueError for a request that the engine cannot serve."""
+    def generate(
+        self, requests: Sequence[Request], params: SamplingParams
+    ) -> Iterator[float | None]:
+        """Fills `completions`; yields the share that is done, or None where it is not known.
+
+        Raises ValueError for a request that the engine cannot serve.
+        """
         ...
 
     def release(self) -> None:

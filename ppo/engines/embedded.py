@@ -96,8 +96,8 @@ class TorchEngine:
         self._awake = True
         self._num_wakes += 1
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[None]:
-        """Fills `completions` in the order of `requests`."""
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[float]:
+        """Fills `completions` in the order of `requests`; yields the share that is done."""
         assert self._awake, "generate without wake"
         check_requests(
             requests,
@@ -124,7 +124,7 @@ class TorchEngine:
                 if not generation.done:
                     generation.step()
             num_steps = self._next_slice(num_steps, time.monotonic() - slice_started)
-            yield
+            yield generation.share_done
         self.completions = generation.completions()
         self._log_generation(generation, time.monotonic() - started)
         self._free_generation()

@@ -94,6 +94,11 @@ class Generation:
     def done(self) -> bool:
         return not (self._waiting or self._prefills or self._running)
 
+    @property
+    def share_done(self) -> float:
+        """Finished rows over all rows, 0 to 1."""
+        return sum(row.finish_reason is not None for row in self._rows) / max(1, len(self._rows))
+
     def step(self) -> None:
         """One prefill or one token for every running row; then rows leave and enter."""
         if not self._prefills:

@@ -95,7 +95,7 @@ def make_engine(mesh: Mesh, config: PretrainedConfig, **options) -> TorchEngine:
     return TorchEngine(config, mesh, build_tiny_tokenizer(), **(defaults | options))
 
 
-def drive(work: Iterator[None]) -> None:
+def drive(work: Iterator[object]) -> None:
     for _ in work:
         pass
 
