@@ -77,8 +77,8 @@ def _session(rank: int, tp: int, folder: str, enforce_eager: bool, device: torch
     mesh = build_mesh(
         ParallelDims(world_size=tp, ranks_per_node=tp, rollout_tp=tp).resolve(), device
     )
-    module: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    module.to(device)
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    torch.nn.Module.to(module, device)
     shard_model(module, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     config = Config(
         data=DataConfig(train_files=["tiny"]),
