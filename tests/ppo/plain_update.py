@@ -1,0 +1,143 @@
+"""A ragged batch, and the updates' losses and gradients by a loop over its tokens.
+
+Plain transformers on padded rows, unsharded, formulas written out token by token; shares nothing
+with ppo/losses.py.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppo.batch import RolloutBatch, make_batch
+from ppo.data.dataset import Prompt
+from ppo.engines.contract import Completion
+from tests.ppo.hf_models import VOCAB
+
+N = 2  # samples of a prompt
+PROMPTS = [3, 1, 2, 1, 3, 2, 1, 2, 3, 2, 4, 1, 6]  # tokens; mini-batches of 10 and 3
+# Dealt out in turn, rank 0 of 4 gets every long sequence. The first, of 70 tokens, is longer than
+# ROW; sequence 3 is 1 token after 1; sequence 18 has no response.
+RESPONSES = [67, 1, 1, 1, 43, 4, 2, 5, 37, 1, 3, 1, 32, 2, 1, 4, 27, 2, 0, 9, 20, 5, 3, 8, 1, 7]
+FAILED = [19, 21, 22, 23, 24]  # leaves 2 sequences in the second mini-batch: not one for each rank
+MINI_BATCHES = [range(20), range(20, 26)]
+SCALE = 80  # data.max_response_length, longer than any response
+TEMPERATURE, CLIP_LOW, CLIP_HIGH, CLIP_C, CLIP_VALUE = 0.8, 0.2, 0.28, 3.0, 0.5
+ENTROPY_COEFF, KL_LOSS_COEF = 0.05, 0.3
+
+
+def make_data() -> RolloutBatch:
+    """Tokens and noise; what does not count is NaN. `with_scores` puts the models' outputs in."""
+    g = torch.Generator().manual_seed(5)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, VOCAB, (count,), generator=g).tolist()
+
+    prompts = [Prompt(uid, tokens(n), "", None, {}, "") for uid, n in enumerate(PROMPTS)]
+    batch = make_batch(prompts, [Completion(tokens(n), [0.0] * n, "stop") for n in RESPONSES])
+    batch.failed[FAILED] = True
+    batch.response_mask[FAILED] = False
+
+    def noise(scale: float) -> Tensor:
+        values = scale * torch.randn(batch.response_mask.shape, generator=g)
+        return torch.where(batch.response_mask, values, torch.nan)
+
+    batch.old_logprobs, batch.ref_logprobs, batch.values = noise(0.8), noise(0.3), noise(0.6)
+    batch.advantages, batch.returns = noise(1.0), noise(1.0)
+    batch.loss_weights = noise(1.0).abs()
+    return batch
+
+
+def padded_forward(model: Any, batch: RolloutBatch, indices: list[int]) -> tuple[Tensor, Tensor]:
+    """Token ids [b, S] and what plain transformers gives for them at once: [b, S, V] or [b, S]."""
+    rows = [[*batch.prompts[i].prompt_ids, *batch.response_ids[i]] for i in indices]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    if hasattr(model, "score"):
+        hidden = model.model(input_ids=ids, attention_mask=mask).last_hidden_state
+        return ids, model.score(hidden)[:, :, 0]
+    return ids, (model(input_ids=ids, attention_mask=mask).logits / TEMPERATURE).log_softmax(-1)
+
+
+def with_scores(batch: RolloutBatch, actor: Any, critic: Any) -> RolloutBatch:
+    """Old and reference log-probs and values near those of the models."""
+    everything = list(range(len(RESPONSES)))
+    with torch.no_grad():
+        ids, logprobs = padded_forward(actor, batch, everything)
+        _, values = padded_forward(critic, batch, everything)
+    for i, prompt in enumerate(batch.prompts):
+        for t in range(RESPONSES[i]):
+            at = len(prompt.prompt_ids) + t
+            now = logprobs[i, at - 1, ids[i, at]]
+            for tensor in (batch.old_logprobs, batch.ref_logprobs):
+                assert tensor is not None
+                tensor[i, t] += now
+            assert batch.values is not None
+            batch.values[i, t] += values[i, at - 1]
+    return batch
+
+
+def one_token_of_policy(
+    logprobs: Tensor, token: int, batch: Any, at: tuple[int, int], regularised: bool, seen: set[str]
+) -> tuple[Tensor, Tensor]:
+    """The policy's loss of one token without and with its entropy bonus and KL, in float64."""
+    ratio = (logprobs[token] - batch.old_logprobs[at]).exp()
+    advantage = batch.advantages[at].double()
+    limited = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    gain = min(ratio * advantage, limited * advantage)
+    seen.add("free" if gain == ratio * advantage else "clipped")
+    if advantage < 0 and gain < CLIP_C * advantage:
+        gain = CLIP_C * advantage
+        seen.add("dual")
+    if not regularised:
+        return -gain, -gain
+    policy = -gain * batch.loss_weights[at]
+    entropy = -(logprobs.exp() * logprobs).sum()
+    x = batch.ref_logprobs[at] - logprobs[token]
+    return policy, policy - ENTROPY_COEFF * entropy + KL_LOSS_COEF * (x.exp() - x - 1)
+
+
+def one_token_of_value(value: Tensor, batch: Any, at: tuple[int, int], seen: set[str]) -> Tensor:
+    old, target = batch.values[at].double(), batch.returns[at].double()
+    limited = min(max(value, old - CLIP_VALUE), old + CLIP_VALUE)
+    terms = (value - target) ** 2, (limited - target) ** 2
+    seen.add("free" if terms[0] >= terms[1] else "clipped")
+    return 0.5 * max(terms)
+
+
+def whole(sequences: list[list[Tensor]], mode: str) -> Tensor:
+    """One number from the losses of every token of every sequence."""
+    sums = [torch.stack(tokens).sum() for tokens in sequences]
+    means = [torch.stack(tokens).mean() for tokens in sequences]
+    return {
+        "token-mean": sum(sums) / sum(map(len, sequences)),
+        "token-sum": sum(sums),
+        "seq-mean-token-sum": sum(sums) / len(sums),
+        "seq-mean-token-mean": sum(means) / len(means),
+        "seq-mean-token-sum-norm": sum(sums) / len(sums) / SCALE,
+    }[mode]  # type: ignore[return-value]
+
+
+def reference(
+    model: Any, batch: RolloutBatch, part: range, mode: str, regularised: bool, seen: set[str]
+) -> tuple[float, dict[str, Tensor]]:
+    """Logged loss and gradients of one mini-batch."""
+    indices = [i for i in part if not batch.failed[i] and RESPONSES[i]]
+    ids, outputs = padded_forward(model, batch, indices)
+    logged, complete = [], []
+    for row, i in enumerate(indices):
+        pairs = []
+        for t in range(RESPONSES[i]):
+            at = len(batch.prompts[i].prompt_ids) + t
+            output, token = outputs[row, at - 1], int(ids[row, at])
+            if hasattr(model, "score"):
+                pairs.append((one_token_of_value(output, batch, (i, t), seen),) * 2)
+            else:
+                pairs.append(one_token_of_policy(output, token, batch, (i, t), regularised, seen))
+        logged.append([pair[0] for pair in pairs])
+        complete.append([pair[1] for pair in pairs])
+    model.zero_grad()
+    whole(complete, mode).backward()
+    named = model.named_parameters()
+    return whole(logged, mode).item(), {n: p.grad.clone() for n, p in named if p.grad is not None}

@@ -1,0 +1,251 @@
+"""Actor and critic updates on 4 ranks against a padded, unsharded float64 loop over tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ppo.batch import Budget, RolloutBatch, assign, partition
+from ppo.config import Config, load_config
+from ppo.config.training import LossAggMode
+from ppo.learner import Learner
+from ppo.metrics import Metrics
+from ppo.models import build_causal_lm, build_value_model
+from ppo.scoring import Batcher
+from ppo.update import update_actor, update_critic
+from sharding.mesh import Mesh, build_mesh
+from tests.distributed import run_distributed
+from tests.ppo import plain_update as plain
+from tests.ppo.hf_models import save_model
+
+ROW = 48  # tokens of a micro-batch of an sp group; the longest sequence has 70
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of the same work."""
+
+    mode: str
+    sp: int
+    packed: bool
+    fsdp_size: int  # of 4 ranks: 4 = FULL_SHARD, 2 = HYBRID_SHARD
+    checkpointing: bool
+    balance: bool = True
+    count: int | None = None  # None = by tokens
+    regularised: bool = False  # entropy bonus, KL loss and rollout correction
+
+    @property
+    def possible(self) -> bool:
+        """Padded rows are not cut over ranks, and a sequence stays within a shard group."""
+        return (self.packed or self.sp == 1) and self.fsdp_size % self.sp == 0
+
+    @property
+    def pairs(self) -> set[tuple[Any, ...]]:
+        """Every two of the first five properties, with their names."""
+        names = ("mode", "sp", "packed", "fsdp_size", "checkpointing")
+        return set(combinations([(name, getattr(self, name)) for name in names], 2))
+
+
+MODES = get_args(LossAggMode)
+CASES = [
+    Case(MODES[0], 1, False, 4, True, balance=False),
+    Case(MODES[1], 1, False, 2, False, balance=False, count=3),
+    Case(MODES[2], 1, False, 4, False),
+    Case(MODES[3], 1, False, 2, True, count=2),
+    Case(MODES[4], 1, False, 4, True),
+    Case(MODES[0], 1, True, 2, False, balance=False),
+    Case(MODES[1], 1, True, 4, True),
+    Case(MODES[0], 2, True, 4, False, balance=False),
+    Case(MODES[1], 2, True, 4, True, balance=False, count=1),
+    Case(MODES[2], 2, True, 2, True),
+    Case(MODES[3], 2, True, 4, False, balance=False),
+    Case(MODES[4], 2, True, 2, False),
+    Case(MODES[0], 4, True, 4, True),
+    Case(MODES[1], 4, True, 4, False),
+    Case(MODES[2], 4, True, 4, True, count=3),
+    Case(MODES[3], 4, True, 4, False),
+    Case(MODES[4], 4, True, 4, False),
+    Case(MODES[0], 2, True, 2, True, balance=False, regularised=True),
+]
+
+
+def test_the_cases_hold_every_possible_pair_of_properties():
+    every = [Case(*x) for x in product(MODES, (1, 2, 4), (True, False), (4, 2), (True, False))]
+    wanted = set().union(*(case.pairs for case in every if case.possible))
+    assert all(case.possible for case in CASES)
+    assert wanted - set().union(*(case.pairs for case in CASES)) == set()
+
+
+def test_the_batch_is_as_uneven_as_it_is_meant_to_be():
+    lengths = [plain.PROMPTS[i // plain.N] + r for i, r in enumerate(plain.RESPONSES)]
+    kept = [
+        [i for i in part if plain.RESPONSES[i] and i not in plain.FAILED]
+        for part in plain.MINI_BATCHES
+    ]
+    dealt = [assign(lengths, k, Budget(dp=4, balance=False)) for k in kept]
+    alone = Budget(dp=1, tokens=ROW)
+    needed = [[len(partition(lengths, mine, alone)[0]) if mine else 0 for mine in d] for d in dealt]
+    assert needed == [[5, 1, 1, 1], [1, 1, 0, 0]]  # micro-batches, were each rank alone
+    assert max(lengths[i] for i in dealt[0][0]) > ROW
+    assert [len(mine) for mine in assign(lengths, kept[1], Budget(dp=4))] == [1, 1, 0, 0]
+
+
+class Recorder(torch.optim.AdamW):
+    """Keeps the whole gradient of every optimizer step, and leaves the weights as they are."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module.parameters())
+        self.names = [name for name, _ in module.named_parameters()]
+        self.steps: list[dict[str, Tensor]] = []
+
+    def step(self, closure: Any = None) -> None:
+        parameters: list[Any] = self.param_groups[0]["params"]
+        grads = [parameter.grad.full_tensor().clone() for parameter in parameters]
+        self.steps.append(dict(zip(self.names, grads, strict=True)))
+
+
+def config_of(case: Case) -> Config:
+    overrides = {
+        "data.train_batch_size": 20,
+        "data.max_response_length": plain.SCALE,
+        "model.use_remove_padding": case.packed,
+        "rollout.temperature": plain.TEMPERATURE,
+        "actor.ppo_mini_batch_size": 10,
+        "actor.ulysses_sequence_parallel_size": case.sp,
+        "actor.fsdp.fsdp_size": case.fsdp_size,
+        "actor.loss_agg_mode": case.mode,
+        "actor.clip_ratio_low": plain.CLIP_LOW,
+        "actor.clip_ratio_high": plain.CLIP_HIGH,
+        "actor.clip_ratio_c": plain.CLIP_C,
+        "actor.grad_clip": 1e9,
+        "critic.cliprange_value": plain.CLIP_VALUE,
+        "actor.entropy_coeff": plain.ENTROPY_COEFF if case.regularised else 0.0,
+        "actor.use_kl_loss": case.regularised,
+        "actor.kl_loss_coef": plain.KL_LOSS_COEF,
+    }
+    return load_config("ppo_tiny.yaml", [f"{k}={v}" for k, v in overrides.items()])
+
+
+@cache
+def mesh_of(fsdp_size: int, sp: int) -> Mesh:
+    dims = config_of(Case(MODES[0], sp, True, fsdp_size, True)).dims(4, 4)
+    return build_mesh(dims, torch.device("cpu"))
+
+
+@cache
+def module_of(kind: Any, path: Path, mesh: Mesh, packed: bool, checkpointing: bool) -> nn.Module:
+    config = config_of(Case(MODES[0], 1, packed, 4, True))
+    return kind(
+        path,
+        mesh,
+        model_config=config.model,
+        fsdp_config=config.actor.fsdp,
+        checkpointing=checkpointing,
+        forward_only=False,
+        dtype=torch.float32,
+    )
+
+
+def batcher_of(case: Case, mesh: Mesh) -> Batcher:
+    budget = Budget(
+        dp=mesh.dims.dp,
+        tokens=ROW if case.count is None else None,
+        count=case.count,
+        padded=not case.packed,
+        balance=case.balance,
+    )
+    return Batcher(mesh=mesh, budget=budget, packed=case.packed, pad_id=0)
+
+
+def updated(
+    update: Callable[..., None], case: Case, path: Path, batch: RolloutBatch
+) -> tuple[dict[str, float], list[dict[str, Tensor]]]:
+    """Metrics of an update, and the gradients of its optimizer steps."""
+    config, mesh = config_of(case), mesh_of(case.fsdp_size, case.sp)
+    kind = build_causal_lm if update is update_actor else build_value_model
+    module = module_of(kind, path, mesh, case.packed, case.checkpointing)
+    optimizer = Recorder(module)
+    learner = Learner(
+        name=path.name,
+        module=module,
+        device=mesh.device,
+        optimizer=optimizer,
+        optim=config.actor.optim,
+        grad_clip=config.actor.grad_clip,
+        total_steps=1,
+    )
+    metrics = Metrics()
+    update(learner, batch, config, batcher_of(case, mesh), metrics, 1)
+    return metrics.reduce(mesh.host_group), optimizer.steps
+
+
+def update_all(
+    rank: int, world_size: int, actor: Path, critic: Path, batch: RolloutBatch
+) -> list[Any]:
+    """(actor's, critic's) outcome of each case; only the first rank's travel back."""
+    results = []
+    for case in CASES:
+        weights = batch.loss_weights if case.regularised else None
+        mine = replace(batch, loss_weights=weights)
+        results.append(
+            (updated(update_actor, case, actor, mine), updated(update_critic, case, critic, mine))
+        )
+    return results if rank == 0 else []
+
+
+def assert_same(
+    outcome: tuple[dict[str, float], list[dict[str, Tensor]]],
+    wanted: list[tuple[float, dict[str, Tensor]]],
+    names: tuple[str, str],
+    case: Case,
+) -> None:
+    values, steps = outcome
+    loss = sum(loss for loss, _ in wanted) / len(wanted)
+    assert values[names[0]] == pytest.approx(loss, rel=1e-5), case
+    norms = [torch.stack([g.norm() for g in grads.values()]).norm() for _, grads in wanted]
+    assert values[names[1]] == pytest.approx(sum(norms).item() / len(norms), rel=1e-5), case
+    for step, (_, grads) in zip(steps, wanted, strict=True):
+        for name, gradient in step.items():
+            error = (gradient - grads[name]).abs().max() / grads[name].abs().max()
+            assert error <= 1e-5, (case, name, error)
+
+
+@pytest.mark.distributed
+def test_losses_and_gradients_are_those_of_a_loop_over_tokens_in_every_layout(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    paths = save_model(tmp_path / "actor", "qwen2"), tmp_path / "critic"
+    config = AutoConfig.from_pretrained(paths[0], num_labels=1)
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(paths[1])
+    kinds = AutoModelForCausalLM, AutoModelForSequenceClassification
+    actor, critic = (
+        kind.from_pretrained(path, attn_implementation="eager").double()
+        for kind, path in zip(kinds, paths, strict=True)
+    )
+    batch = plain.with_scores(plain.make_data(), actor, critic)
+    results = run_distributed(update_all, 4, *paths, batch)[0]
+
+    seen: set[str] = set()
+    wanted: Any = cache(
+        lambda model, mode, regularised: [
+            plain.reference(model, batch, part, mode, regularised, seen)
+            for part in plain.MINI_BATCHES
+        ]
+    )
+    for case, (of_actor, of_critic) in zip(CASES, results, strict=True):
+        names = "actor/pg_loss", "actor/grad_norm"
+        assert_same(of_actor, wanted(actor, case.mode, case.regularised), names, case)
+        assert_same(
+            of_critic,
+            wanted(critic, case.mode, False),
+            ("critic/vf_loss", "critic/grad_norm"),
+            case,
+        )
+    assert seen == {"free", "clipped", "dual"}
