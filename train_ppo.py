@@ -64,7 +64,9 @@ from ppo.setup import (
 )
 from ppo.start import Launch, open_run
 from ppo.summary import log_samples, perf_metrics, summarise_batch, validate
+from ppo.tracking import console_line
 from ppo.update import epoch_mini_batches, needs_old_logprobs, update_actor, update_critic
+from ppo.weights import CheckpointError
 from sharding.checkpoint import Checkpointer, find_checkpoint
 
 logger = logging.getLogger("train_ppo")
@@ -139,12 +141,14 @@ def train(config: Config, run: Run) -> None:
 
         owned.push(save_if_stopped)
         metrics = Metrics(run.mesh.device)
+        if config.trainer.val_only:
+            test(metrics)
+            logger.info(console_line(state.step, metrics.reduce(run.mesh.host_group)))
+            return
         if prompts.val and state.step == 0 and config.trainer.val_before_train:
             test(metrics)
             tracker.log(0, metrics.reduce(run.mesh.host_group))
             metrics = Metrics(run.mesh.device)
-        if config.trainer.val_only:
-            return
 
         while state.step < total_steps:
             step = state.step + 1
@@ -172,6 +176,8 @@ def train(config: Config, run: Run) -> None:
             # 7 finish: from here on the iteration counts
             state.commit()
             run.status("running", step)
+            metrics.set("training/global_step", step)
+            metrics.set("training/epoch", sampler.state_dict()["epoch"])
             summarise_batch(batch, batchers.actor, metrics)
             if prompts.val and due(step, config.trainer.test_freq, total_steps):
                 test(metrics)
@@ -333,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(args.config, args.overrides, check=launch.problems)
         with open_run(config, launch, sys.argv) as run:
             train(config, run)
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, CheckpointError) as error:
         return launch.report(error)
     return 0
 

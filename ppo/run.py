@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from ppo.config import Config, to_yaml
+from ppo.config import Config, ConfigError, Problem, to_yaml
 from ppo.run_folder import (
     State,
     add_log_handlers,
@@ -153,13 +153,13 @@ class Run:
         return not waiting
 
     def agree(self, error: ValueError | None) -> None:
-        """Collective: raise ValueError on every rank if any rank has found bad input.
+        """Collective: raise ConfigError on every rank if any rank has found bad input.
 
         The message holds each different text once: every node may have found the same.
         """
         texts = self._gather(None if error is None else str(error))
         if found := dict.fromkeys(text for text in texts if text is not None):
-            raise ValueError("\n".join(found)) from error
+            raise ConfigError([Problem("", None, text) for text in found]) from error
 
     def drive(self, work: Iterator[object], *, label: str = "") -> None:
         """Collective: run `work` to its end on every rank, one step at a time, polls between.

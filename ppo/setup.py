@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ppo.batch import Budget
 from ppo.collect import Collector, reward_request
-from ppo.config import Config, ConfigError, Problem
+from ppo.config import Config
 from ppo.data.dataset import Prompt, Prompts, Split, build_dataset
 from ppo.data.sampler import PromptSampler
 from ppo.data.tokenizer import load_tokenizer
@@ -46,14 +45,14 @@ def model_folder(path: str, run: Run) -> Path:
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    if run.mesh.local_rank != 0:  # one download per node, then the others find it
-        dist.barrier(run.mesh.host_group)
-    folder = snapshot_download(
-        path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]
-    )
-    if run.mesh.local_rank == 0:
-        dist.barrier(run.mesh.host_group)
-    return Path(folder)
+    files, error = ["*.json", "*.safetensors", "*.jinja", "*.model"], None
+    if run.mesh.local_rank == 0:  # one download per node, then the others find it
+        try:
+            snapshot_download(path, allow_patterns=files)
+        except (OSError, ValueError) as problem:
+            error = ValueError(f"model {path}: no such folder here, and the hub says: {problem}")
+    run.agree(error)
+    return Path(snapshot_download(path, allow_patterns=files, local_files_only=True))
 
 
 class PromptSets(NamedTuple):
@@ -114,8 +113,8 @@ def open_rewards(config: Config, run: Run, prompts: PromptSets) -> Iterator[Rewa
                 for warning in pool.probe(map(reward_request, prompts.all())):
                     logger.warning("%s", warning)
             except RewardError as problem:
-                error = str(problem)
-        _raise_everywhere(run, error)
+                error = problem
+        run.agree(error)
         yield pool
 
 
@@ -143,15 +142,6 @@ def _stop_token_ids(prompts: PromptSets, folder: Path) -> tuple[int, ...]:
     has_file = (folder / "generation_config.json").is_file()
     generation = GenerationConfig.from_pretrained(folder) if has_file else None
     return stop_token_ids(prompts.tokenizer, generation)
-
-
-def _raise_everywhere(run: Run, error: str | None) -> None:
-    """Raise the user's error on every rank when one has found it."""
-    errors: list[str | None] = [None] * run.mesh.dims.world_size
-    dist.all_gather_object(errors, error, group=run.mesh.host_group)
-    for found in errors:
-        if found is not None:
-            raise ConfigError([Problem("", None, found)])
 
 
 class Models(NamedTuple):

@@ -155,7 +155,9 @@ def test_an_error_on_one_rank_becomes_the_same_error_on_all(both) -> None:
     assert seen["one raises"] == "RuntimeError: rank 1: KeyError: 'no such token'"
     assert seen["abandoned work"] == ["closed"]
     assert seen["both raise"] == "RuntimeError: ranks 0, 1: disk full"
-    assert seen["bad input"] == "ValueError: reward.function: no such file"
+    assert seen["bad input"] == (
+        "ConfigError: configuration: 1 problem\n  reward.function: no such file"
+    )
     assert seen["good input"] == "returned None"
 
 
