@@ -1,6 +1,6 @@
 """The host process of one SGLang engine, started by the leader of a rollout group:
 
-    python -P sglang_host.py DESCRIPTOR
+    python -P sglang_host.py DESCRIPTOR PARENT_PID
 
 Owns `sglang.Engine` and everything that it does to the process which creates it: environment,
 signal handlers, loggers, event loop policy, start method, the killing of all children at the end.
@@ -32,12 +32,16 @@ RENDEZVOUS = (
 )
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when the one that started it ends.
+
+    Ends at once when that is no longer ``parent``; without it, when this process is an orphan.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(1, signal.SIGKILL) != 0:  # PR_SET_PDEATHSIG
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() == 1:  # it has ended already
+    now = os.getppid()
+    if now == 1 if parent is None else now != parent:
         os._exit(1)
 
 
@@ -76,7 +80,7 @@ def reserve_port() -> tuple[socket.socket, int]:
 
 
 class EngineHost:
-    """Serves the leader's calls, one at a time, and watches the engine's processes beside them."""
+    """Serves the leader's calls, one at a time, and watches the engine's processes meanwhile."""
 
     def __init__(self, connection: Connection, engine: Any, loader: str) -> None:
         self.connection = connection
@@ -118,7 +122,7 @@ class EngineHost:
         loop.remove_signal_handler(signal.SIGTERM)
         loop.remove_signal_handler(signal.SIGQUIT)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        loop.add_signal_handler(signal.SIGQUIT, self._fail, "an engine process reported an error")
+        loop.add_signal_handler(signal.SIGQUIT, self._told_of_failure)
         self.manager._subprocess_watchdog.stop()
 
     def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -156,6 +160,11 @@ class EngineHost:
         for child, title in self.children.items():
             if not child.is_alive():
                 self._fail(f"engine process {title} ended with exit code {child.exitcode}")
+
+    def _told_of_failure(self) -> None:
+        """SIGQUIT from an engine process; what it suffers from may be the end of another one."""
+        self._check_children()
+        self._fail("an engine process reported an error")
 
     def _fail(self, reason: str) -> NoReturn:
         sys.stderr.write(f"engine host: {reason}\n")
@@ -197,8 +206,9 @@ class EngineHost:
 
         await self.call_flush()  # waits until the scheduler is idle: it dies if released when busy
         await self.manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
-        # Only rank 0 answers the release. An rpc ends in a barrier of all ranks.
-        self.engine.collective_rpc("get_init_info")
+        # Only rank 0 answers the release. An rpc ends in a barrier of all ranks; it blocks.
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self.engine.collective_rpc, "get_init_info")
 
     async def call_resume(self, tags: list[str]) -> None:
         """Map released memory again; its content is garbage."""
@@ -271,8 +281,8 @@ def _check(answer: tuple[bool, str]) -> None:
 
 def main() -> None:
     """Start the engine that the first message describes, then serve."""
-    descriptor = int(sys.argv[1])
-    die_with_parent()
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(parent)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the trainer decides
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)

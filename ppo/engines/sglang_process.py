@@ -48,7 +48,13 @@ class HostProcess:
         with theirs, log.open("ab") as output:
             # A session of its own: signals for the trainer's process group are not for the engine.
             self.process = subprocess.Popen(
-                [sys.executable, "-P", sglang_host.__file__, str(theirs.fileno())],
+                [
+                    sys.executable,
+                    "-P",
+                    sglang_host.__file__,
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -90,8 +96,7 @@ class HostProcess:
                     marker, changed = value, time.monotonic()
             if time.monotonic() - changed > timeout_s:
                 raise self._error(f"made no progress for {timeout_s:g} s in {verb}")
-            if reply is None:
-                yield
+            yield
 
     def ask(self, verb: str, *, timeout_s: float, **arguments: Any) -> Any:
         """Send a call and wait for its reply without giving control back."""
