@@ -5,11 +5,12 @@ on micro-batching, packing, the number of ranks or sp. Every rank runs the same 
 and backward passes in the same order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ppo.batch import MicroBatch, RolloutBatch, mini_batches
 from ppo.config import ActorConfig, Config, CriticConfig
@@ -92,6 +93,36 @@ def _parts(
         yield Part(micro, micro.take(weights), world_size, 1.0 / (len(plan) * world_size))
 
 
+def _update(
+    learner: Learner,
+    batch: RolloutBatch,
+    section: ActorConfig | CriticConfig,
+    config: Config,
+    batcher: Batcher,
+    metrics: Metrics,
+    step: int,
+    objective: Callable[[nn.Module, Part], Tensor],
+) -> None:
+    """All epochs and mini-batches: backward of each part's objective, then one optimizer step."""
+    metrics.set(f"{learner.name}/lr", learner.set_lr(step))
+    with learner.updating() as module:
+        for epoch in range(section.ppo_epochs):
+            for indices in epoch_mini_batches(
+                batch, section, seed=config.trainer.seed, step=step, epoch=epoch
+            ):
+                for part in _parts(
+                    learner,
+                    batch,
+                    indices,
+                    mode=section.loss_agg_mode,
+                    scale=config.data.max_response_length,
+                    batcher=batcher,
+                    metrics=metrics,
+                ):
+                    objective(module, part).backward()
+                metrics.add(f"{learner.name}/grad_norm", learner.step(), 1)
+
+
 def update_actor(
     actor: Learner,
     batch: RolloutBatch,
@@ -101,32 +132,29 @@ def update_actor(
     step: int,
 ) -> None:
     """PPO's clipped policy update (arXiv 1707.06347, eq. 7) over all epochs and mini-batches."""
-    section = config.actor
-    metrics.set("actor/lr", actor.set_lr(step))
-    with actor.updating():
-        for epoch in range(section.ppo_epochs):
-            for indices in epoch_mini_batches(
-                batch, section, seed=config.trainer.seed, step=step, epoch=epoch
-            ):
-                for part in _parts(
-                    actor,
-                    batch,
-                    indices,
-                    mode=section.loss_agg_mode,
-                    scale=config.data.max_response_length,
-                    batcher=batcher,
-                    metrics=metrics,
-                ):
-                    _policy_objective(actor, batch, part, config, metrics).backward()
-                metrics.add("actor/grad_norm", actor.step(), 1)
+    objective = partial(_policy_objective, batch=batch, config=config, metrics=metrics)
+    _update(actor, batch, config.actor, config, batcher, metrics, step, objective)
+
+
+def update_critic(
+    critic: Learner,
+    batch: RolloutBatch,
+    config: Config,
+    batcher: Batcher,
+    metrics: Metrics,
+    step: int,
+) -> None:
+    """Clipped value regression to the returns, over all epochs and mini-batches."""
+    objective = partial(_value_objective, batch=batch, config=config, metrics=metrics)
+    _update(critic, batch, config.critic, config, batcher, metrics, step, objective)
 
 
 def _policy_objective(
-    actor: Learner, batch: RolloutBatch, part: Part, config: Config, metrics: Metrics
+    module: nn.Module, part: Part, batch: RolloutBatch, config: Config, metrics: Metrics
 ) -> Tensor:
     """agg(L w) - entropy_coeff agg(H) + kl_loss_coef agg(KL) of one micro-batch, a scalar."""
     section, micro, count = config.actor, part.micro, part.micro.labels.numel()
-    scores = actor.module(
+    scores = module(
         **micro.inputs,
         labels=micro.labels,
         temperature=config.rollout.temperature,
@@ -169,43 +197,21 @@ def _policy_objective(
     return loss
 
 
-def update_critic(
-    critic: Learner,
-    batch: RolloutBatch,
-    config: Config,
-    batcher: Batcher,
-    metrics: Metrics,
-    step: int,
-) -> None:
-    """Clipped value regression to the returns, over all epochs and mini-batches."""
-    section = config.critic
-    metrics.set("critic/lr", critic.set_lr(step))
-    with critic.updating() as module:
-        for epoch in range(section.ppo_epochs):
-            for indices in epoch_mini_batches(
-                batch, section, seed=config.trainer.seed, step=step, epoch=epoch
-            ):
-                for part in _parts(
-                    critic,
-                    batch,
-                    indices,
-                    mode=section.loss_agg_mode,
-                    scale=config.data.max_response_length,
-                    batcher=batcher,
-                    metrics=metrics,
-                ):
-                    assert batch.values is not None and batch.returns is not None
-                    values = module(**part.micro.inputs)  # [K]
-                    value = value_loss(
-                        values,
-                        part.micro.take(batch.values),
-                        part.micro.take(batch.returns),
-                        clip=section.cliprange_value,
-                    )
-                    loss = (value.loss * part.weights).sum()
-                    part.log_loss(metrics, "critic/vf_loss", loss)
-                    count = part.micro.labels.numel()
-                    metrics.add("critic/vf_clipfrac", value.clipped.sum(), count)
-                    metrics.add("critic/vpred_mean", values.detach().sum(), count)
-                    loss.backward()
-                metrics.add("critic/grad_norm", critic.step(), 1)
+def _value_objective(
+    module: nn.Module, part: Part, batch: RolloutBatch, config: Config, metrics: Metrics
+) -> Tensor:
+    """The aggregated value loss of one micro-batch, a scalar."""
+    assert batch.values is not None and batch.returns is not None
+    micro, count = part.micro, part.micro.labels.numel()
+    values = module(**micro.inputs)  # [K]
+    value = value_loss(
+        values,
+        micro.take(batch.values),
+        micro.take(batch.returns),
+        clip=config.critic.cliprange_value,
+    )
+    loss = (value.loss * part.weights).sum()
+    part.log_loss(metrics, "critic/vf_loss", loss)
+    metrics.add("critic/vf_clipfrac", value.clipped.sum(), count)
+    metrics.add("critic/vpred_mean", values.detach().sum(), count)
+    return loss
