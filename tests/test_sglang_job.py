@@ -30,15 +30,15 @@ ENDLESS = (
 
 
 class Job:
-    """One torchrun of two ranks that trains ppo_tiny.yaml until something ends it."""
+    """One torchrun of two ranks that trains with SGLang until something ends it."""
 
-    def __init__(self, folder: Path, *, tp: int) -> None:
+    def __init__(self, folder: Path, *overrides: str, config: str = "ppo_tiny.yaml") -> None:
         self.folder = folder
         self.output = folder.with_suffix(".log").open("w+")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc_per_node=2", str(ROOT / "train_ppo.py"), "--config", "ppo_tiny.yaml"]
-        command += ["rollout.engine=sglang", f"rollout.tensor_model_parallel_size={tp}"]
-        command += [*ENDLESS, f"trainer.default_local_dir={folder}"]
+        command += ["--nproc_per_node=2", str(ROOT / "train_ppo.py"), "--config", config]
+        command += ["rollout.engine=sglang", "rollout.dtype=float32", *ENDLESS, *overrides]
+        command += [f"trainer.default_local_dir={folder}"]
         self.process = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT)
         self.children: list[int] = []
 
@@ -92,7 +92,8 @@ def _runs(pid: int) -> bool:
 
 
 def test_two_jobs_started_together_train_agree_and_end_in_good_order(tmp_path: Path):
-    single, double = Job(tmp_path / "single", tp=1), Job(tmp_path / "double", tp=2)
+    single = Job(tmp_path / "single")
+    double = Job(tmp_path / "double", "rollout.tensor_model_parallel_size=2")
     try:
         for job in (single, double):
             for row in job.train(STEPS):
@@ -114,3 +115,26 @@ def test_two_jobs_started_together_train_agree_and_end_in_good_order(tmp_path: P
         for job in (single, double):
             job.process.kill()
             job.process.wait()
+
+
+@pytest.mark.full
+def test_a_real_model_trains_and_agrees(tmp_path: Path):
+    model = tmp_path / "smollm2"
+    subprocess.run([sys.executable, "-m", "ppo.data.smollm2", "--out", model], check=True, cwd=ROOT)
+    job = Job(
+        tmp_path / "run",
+        f"model.path={model}",
+        *("data.train_files=tiny", "data.val_files=tiny"),
+        *("data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.max_num_seqs=8"),
+        "actor.fsdp.mixed_precision.param_dtype=float32",
+        config="ppo_smollm2_cpu.yaml",
+    )
+    try:
+        for row in job.train(2):
+            assert 0 < row["training/rollout_probs_diff_max"] < 1e-4
+        job.process.send_signal(signal.SIGTERM)
+        job.process.wait(2 * FAULT_S)
+        assert job.left() == []
+    finally:
+        job.process.kill()
+        job.process.wait()

@@ -115,9 +115,9 @@ def fails(work: Iterator[None], *texts: str) -> float:
 
 
 def long_generation(session: Session) -> Iterator[None]:
-    """A generation that takes minutes, started."""
+    """A generation that takes a minute, started."""
     params = SamplingParams(max_new_tokens=MAX_MODEL_LEN, ignore_eos=True)
-    work = session.engine.generate([Request(i, [5, 6]) for i in range(20_000)], params)
+    work = session.engine.generate([Request(i, [5, 6]) for i in range(3_000)], params)
     next(work)
     return work
 
