@@ -194,10 +194,9 @@ def _gather(
 
 @record
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done or stopped; 2 wrong configuration or data."""
+    """Exit code: 0 done or stopped; 2 wrong configuration, data or weights."""
     # They build on this module.
-    from ppo.config import ConfigError
-    from ppo.data.rows import DataError
+    from ppo.errors import InputError
     from ppo.evaluation import evaluate, load_evaluation, parse_options
     from ppo.start import Launch, open_run
 
@@ -207,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_evaluation(options, launch.problems)
         with open_run(config, launch, sys.argv) as run:
             evaluate(config, run, options)
-    except (ConfigError, DataError) as error:
+    except InputError as error:
         return launch.report(error)
     return 0
 

@@ -42,8 +42,8 @@ from ppo.config import (
     parse_args,
     to_yaml,
 )
-from ppo.data.rows import DataError
 from ppo.data.sampler import PromptSampler
+from ppo.errors import InputError
 from ppo.kl import KLController, kl_estimate, make_kl_controller, token_rewards
 from ppo.losses import effective_sample_size, rollout_weights
 from ppo.metrics import Metrics
@@ -66,10 +66,11 @@ from ppo.start import Launch, open_run
 from ppo.summary import log_samples, perf_metrics, summarise_batch, validate
 from ppo.tracking import console_line
 from ppo.update import epoch_mini_batches, needs_old_logprobs, update_actor, update_critic
-from ppo.weights import CheckpointError
-from sharding.checkpoint import Checkpointer, find_checkpoint
+from sharding.checkpoint import Checkpointer, CheckpointError, find_checkpoint
 
 logger = logging.getLogger("train_ppo")
+
+CHANGED_KEY_ADVICE = "change it back, or set trainer.allow_changed_config=true"
 
 
 @dataclass
@@ -308,18 +309,18 @@ def resume(
     mode = run.resume_mode
     if mode == "disable":
         return
-    folder = checkpoints.latest() if mode == "auto" else find_checkpoint(Path(mode))
-    if folder is None:
-        return
-    optimizers = models.optimizers(config.actor.checkpoint.save_contents)
-    saved = checkpoints.load(folder, models.modules(), optimizers)
+    try:
+        folder = checkpoints.latest() if mode == "auto" else find_checkpoint(Path(mode))
+        if folder is None:
+            return
+        optimizers = models.optimizers(config.actor.checkpoint.save_contents)
+        saved = checkpoints.load(folder, models.modules(), optimizers)
+    except CheckpointError as error:
+        raise InputError(f"trainer.resume_mode = {mode!r}: {error}") from error
     changed = changed_keys(from_yaml(saved["config"]), config)
     if changed and not config.trainer.allow_changed_config:
         raise ConfigError(
-            [
-                Problem("", None, f"{key} since {folder}", "or trainer.allow_changed_config=true")
-                for key in changed
-            ]
+            [Problem("", None, f"{key} since {folder}", CHANGED_KEY_ADVICE) for key in changed]
         )
     state.load_state_dict(saved)
     state.saved_step = state.step
@@ -330,7 +331,7 @@ def resume(
 
 @record
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 finished, stopped or checked; 2 wrong configuration or data."""
+    """Exit code: 0 finished, stopped or checked; 2 wrong configuration, data or weights."""
     launch = Launch.from_env(os.environ)
     try:
         args = parse_args(sys.argv[1:] if argv is None else argv)
@@ -339,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(args.config, args.overrides, check=launch.problems)
         with open_run(config, launch, sys.argv) as run:
             train(config, run)
-    except (ConfigError, DataError, CheckpointError) as error:
+    except InputError as error:
         return launch.report(error)
     return 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from ppo.config import Config, FsdpConfig, Problem
 from ppo.data.rows import DataError, check_data_files
 from ppo.model_shapes import config_json
+from ppo.plugin import PluginError, parse_plugin
 from ppo.rewards.contract import RewardError
 from ppo.rewards.function import check_function
 from sharding.dims import ParallelDims
@@ -36,6 +37,7 @@ def check_config(config: Config, *, world_size: int, ranks_per_node: int) -> lis
         *_estimator(config),
         *_lengths(config),
         *_pairs(config),
+        *_rows_and_samples(config),
         *_validation(config),
     ]
 
@@ -193,6 +195,24 @@ def _pairs(config: Config) -> Iterator[Problem]:
         )
 
 
+def _rows_and_samples(config: Config) -> Iterator[Problem]:
+    data, rollout = config.data, config.rollout
+    if not data.train_files:
+        yield Problem("data.train_files", [], "must name at least one file", "or use tiny")
+    if data.custom_cls.path is not None and data.custom_cls.name is None:
+        yield Problem("data.custom_cls.name", None, "is required with data.custom_cls.path")
+    counts = {
+        "data.train_max_samples": data.train_max_samples,
+        "data.val_max_samples": data.val_max_samples,
+        "rollout.top_k": rollout.top_k,
+    }
+    for path, count in counts.items():
+        if count == 0:
+            yield Problem(path, 0, "must be positive, or -1 for all")
+    if "" in rollout.stop:
+        yield Problem("rollout.stop", rollout.stop, "must not hold an empty text")
+
+
 def _validation(config: Config) -> Iterator[Problem]:
     if config.trainer.val_only and not config.data.val_files:
         yield Problem("data.val_files", [], "trainer.val_only needs validation data")
@@ -213,10 +233,9 @@ def check_files(config: Config) -> list[Problem]:
     if custom is not None and not Path(custom).is_file():
         found.append(Problem("data.custom_cls.path", custom, "no such file"))
     resume = config.trainer.resume_mode
-    if resume not in ("auto", "disable") and not Path(resume).is_dir():
-        found.append(
-            Problem("trainer.resume_mode", resume, "no such folder", "or use auto or disable")
-        )
+    if resume not in ("auto", "disable") and not _holds_checkpoint(Path(resume)):
+        rule = "no checkpoint there" if Path(resume).is_dir() else "no such folder"
+        found.append(Problem("trainer.resume_mode", resume, rule, "or use auto or disable"))
     if config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
         found.append(
             Problem(
@@ -240,12 +259,26 @@ def check_contents(config: Config) -> list[Problem]:
                 check_data_files(files, config.data, need_data_source=not own_reward)
         except DataError as error:
             found.append(Problem(f"data.{name}", None, str(error)))
+    custom = config.data.custom_cls
+    if custom.path is not None and custom.name is not None and Path(custom.path).is_file():
+        try:
+            parse_plugin(custom.path, custom.name)
+        except PluginError as error:
+            found.append(Problem("data.custom_cls", None, str(error)))
     if own_reward and Path(str(config.reward.function.path)).is_file():
         try:
             check_function(config.reward.function)
         except RewardError as error:
             found.append(Problem("reward.function.path", config.reward.function.path, str(error)))
     return found
+
+
+def _holds_checkpoint(folder: Path) -> bool:
+    """Whether the folder is a checkpoint or a run with one, damaged or not."""
+    return any(
+        next(folder.glob(pattern), None) is not None
+        for pattern in ("manifest.json", "step_*/manifest.json", "checkpoints/step_*/manifest.json")
+    )
 
 
 def _missing_data(config: Config) -> Iterator[Problem]:

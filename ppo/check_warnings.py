@@ -39,11 +39,10 @@ def _training(config: Config) -> Iterator[str]:
     steps = config.trainer.total_training_steps
     if config.critic_enabled and steps is not None and config.trainer.critic_warmup >= steps:
         yield "trainer.critic_warmup leaves the actor none of trainer.total_training_steps"
-    wanted = {"model", "optimizer", "extra"}
-    if not wanted <= set(config.actor.checkpoint.save_contents):
+    if "optimizer" not in config.actor.checkpoint.save_contents:
         yield (
-            f"actor.checkpoint.save_contents = {config.actor.checkpoint.save_contents}: a run "
-            "resumes only from checkpoints with model, optimizer and extra"
+            f"actor.checkpoint.save_contents = {config.actor.checkpoint.save_contents}: without "
+            "optimizer a resumed run starts with new Adam moments"
         )
     for name in ("actor", "critic") if config.critic_enabled else ("actor",):
         optim, fsdp = getattr(config, name).optim, getattr(config, name).fsdp
@@ -84,6 +83,8 @@ def _data(config: Config) -> Iterator[str]:
     data = config.data
     if data.filter_overlong_prompts and data.truncation != "error":
         yield "data.truncation has no effect with data.filter_overlong_prompts"
+    if data.custom_cls.name is not None and data.custom_cls.path is None:
+        yield "data.custom_cls.name has no effect without data.custom_cls.path"
     function = config.reward.function
     if function.path is None and (function.kwargs or function.name != "compute_score"):
         yield "reward.function.name and kwargs have no effect without reward.function.path"

@@ -136,13 +136,13 @@ class Collector:
             len(failures),
             total,
             failures[0].failed,
-            failures[0].traceback,
+            failures[0].traceback.strip(),
         )
         limit = self.config.reward.max_failed_fraction
         if len(failures) > limit * total:
             raise RuntimeError(
                 f"the reward failed for {len(failures)} of {total} samples, more than "
-                f"reward.max_failed_fraction = {limit}; the first: {failures[0].traceback}"
+                f"reward.max_failed_fraction = {limit}; the first: {failures[0].traceback.strip()}"
             )
 
 

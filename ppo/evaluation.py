@@ -20,13 +20,14 @@ from ppo.collect import Collector
 from ppo.config import Config, ConfigError, Problem, load_config
 from ppo.config.cli import build_parser
 from ppo.data.files import new_file
+from ppo.errors import InputError
 from ppo.learner import Frozen
 from ppo.metrics import Metrics
 from ppo.models import build_causal_lm
 from ppo.run import Run
 from ppo.setup import load_prompts, model_folder, open_collector, open_rewards
 from ppo.summary import sample_rows
-from sharding.checkpoint import Checkpointer
+from sharding.checkpoint import Checkpointer, CheckpointError
 from sharding.checkpoint_files import MANIFEST, list_checkpoints
 
 logger = logging.getLogger("rollout")
@@ -73,7 +74,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser = build_parser("Generate from a checkpoint, score the samples and write them.")
     parser.add_argument("--checkpoint", type=Path, help="run, step or Hugging Face folder")
     parser.add_argument("--data", required=True, help="prompts: parquet or JSONL, or a glob")
-    parser.add_argument("--out", required=True, type=Path, help="parquet file of the samples")
+    parser.add_argument("--out", required=True, type=Path, help="samples: .parquet or .jsonl")
     parser.add_argument("--pass_score", type=float, default=1.0, help="score that counts as passed")
     known, overrides = parser.parse_known_args(list(argv))
     return Options(overrides=overrides, **vars(known))
@@ -94,6 +95,9 @@ def load_evaluation(options: Options, check: Callable[[Config], list[Problem]]) 
         "trainer.val_only=false",
         "trainer.keep_best=null",
     ]
+    if options.out.suffix not in (".parquet", ".jsonl"):
+        rule = "must end with .parquet or .jsonl"
+        raise ConfigError([Problem("--out", str(options.out), rule)])
     path = options.checkpoint
     if path is not None and (path / "config.json").is_file():
         overrides.append(f"model.path={json.dumps(str(path))}")
@@ -171,7 +175,15 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def write_samples(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as parquet, beside and renamed; what is not a number or text becomes JSON."""
+    """Write rows as JSONL or parquet, as the name says, beside and renamed.
+
+    In parquet, what is neither a number nor text becomes JSON.
+    """
+    if path.suffix == ".jsonl":
+        with new_file(path) as beside, beside.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        return
     plain = [
         {
             key: value
@@ -205,7 +217,10 @@ def _load_actor(config: Config, run: Run, checkpoint: Path | None) -> Frozen:
                 raise ConfigError(
                     [Problem("--checkpoint", str(checkpoint), "holds no complete checkpoint")]
                 )
-            checkpoints.load(step, {"actor": module}, {})
+            try:
+                checkpoints.load(step, {"actor": module}, {})
+            except CheckpointError as error:
+                raise InputError(f"--checkpoint = {checkpoint}: {error}") from error
     return Frozen(
         module=module,
         device=run.mesh.device,

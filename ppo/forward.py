@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ppo.attention import ATTENTION_NAME, Kernel, choose_kernel, make_documents, register
+from ppo.errors import InputError
 from ppo.logprobs import LogitTransform, Scores, token_logprobs
 from sharding.mesh import Mesh
 from sharding.ulysses import ulysses_problems
@@ -55,19 +56,19 @@ def plan_forward(
         obstacle = packing_obstacle(module)
     problems = ulysses_problems(num_heads=config.num_attention_heads, sp=sp)
     if problems or (obstacle and sp > 1):
-        raise ValueError(
+        raise InputError(
             f"actor.ulysses_sequence_parallel_size={sp}: {(problems or [obstacle])[0]}"
         )
     if obstacle is None:
         register()
         module.set_attn_implementation(ATTENTION_NAME)
     else:
+        if kernel is None:
+            _set_attention(module, attn_implementation)
         if use_remove_padding:
             logger.warning(
                 "%s: sequences are padded, not packed: %s", type(module).__name__, obstacle
             )
-        if kernel is None:
-            module.set_attn_implementation(attn_implementation)
     transform = LogitTransform(
         scale=getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0),
         softcap=getattr(config, "final_logit_softcapping", None),
@@ -78,6 +79,13 @@ def plan_forward(
         mesh.sp_group if sp > 1 else None,
         mesh.device,
     )
+
+
+def _set_attention(module: Any, name: str) -> None:
+    try:
+        module.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:  # no such name; a package that is not installed
+        raise InputError(f"model.attn_implementation = {name!r}: {error}") from error
 
 
 def replace_forward(module: nn.Module, plan: ForwardPlan, forward: Callable[..., Any]) -> None:

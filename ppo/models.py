@@ -18,6 +18,7 @@ from torch import nn
 
 from ppo.config.sections import ModelConfig
 from ppo.config.training import FsdpConfig
+from ppo.errors import InputError
 from ppo.forward import (
     install_input_hook,
     is_packable,
@@ -39,17 +40,17 @@ def load_hf_config(path: str | Path, model_config: ModelConfig) -> Any:
     """transformers' configuration of a folder or hub name, with model.override_config applied.
 
     Dropout is set to 0: the ratio of the first mini-batch has to be exactly 1.
-    Raises ValueError when there is no such model or a key to override does not exist.
+    Raises InputError when there is no such model or a key to override does not exist.
     """
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=model_config.trust_remote_code)
     except OSError as error:
-        raise ValueError(f"model.path={path}: no configuration there: {error}") from error
+        raise InputError(f"model.path={path}: no configuration there: {error}") from error
     for key, value in model_config.override_config.items():
         if not hasattr(config, key):
-            raise ValueError(f"model.override_config.{key}: {path} has no such key")
+            raise InputError(f"model.override_config.{key}: {path} has no such key")
         setattr(config, key, value)
     for key, value in config.to_dict().items():
         if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float) and value > 0:
@@ -79,7 +80,7 @@ def build_causal_lm(
     cu_seqlens describes); without, rows are right-padded.
 
     dtype: of the stored parameters (float32 masters for training).
-    Raises ValueError for a model that does not fit the mesh, CheckpointError for weights that do
+    Raises ValueError for a model that does not fit the mesh, WeightsError for weights that do
     not fit the model. Collective over all ranks.
     """
     module = _on_meta(path, model_config, dtype)

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ppo.errors import InputError
 
-class PluginError(ValueError):
+
+class PluginError(InputError):
     """The file of the user is not there, is not Python, or lacks the name."""
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ppo.config import Config, ConfigError, Problem, to_yaml
+from ppo.errors import InputError
 from ppo.run_folder import (
     State,
     add_log_handlers,
@@ -77,14 +78,14 @@ class Run:
         return "auto" if restarted else self._config.trainer.resume_mode
 
     def __enter__(self) -> Run:
-        """Collective. Raises RuntimeError on all ranks when one cannot write to the folder."""
+        """Collective. Raises ConfigError on all ranks when one cannot write to the folder."""
         with ExitStack() as owned:
             error = None
             try:
                 self._open_folder(owned)
             except OSError as exception:
-                error = f"run folder {self.dir}: {exception}"
-            self._raise_gathered(error)
+                error = ValueError(f"run folder {self.dir}: {exception}")
+            self.agree(error)
             owned.enter_context(self._signals)
             self._owned = owned.pop_all()
         logger.info("run folder %s", self.dir)
@@ -205,7 +206,9 @@ class Run:
                 self._end_well()
                 return True
             interrupted = isinstance(exception, KeyboardInterrupt)
-            self._fail("interrupted (Ctrl-C)" if interrupted else str(_describe(exception)))
+            reason = "interrupted (Ctrl-C)" if interrupted else str(_describe(exception))
+            # wrong input is said once, by whoever reports it to the user
+            self._fail(reason, level=_level_of(exception))
             logger.debug("failed", exc_info=exception)  # the file has the traceback of each rank
             return False
         finally:
@@ -222,13 +225,13 @@ class Run:
         self.status("preempted" if reason else "finished", self.step, reason)
         logger.info("%s after step %d", f"stopped ({reason})" if reason else "done", self.step)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, *, level: int = logging.ERROR) -> None:
         """Write the failure, from whichever rank it struck; what struck first stays."""
         if not self._has_failed():
             write_status(
                 self.dir, "failed", step=self.step, reason=f"rank {self.mesh.rank}: {reason}"
             )
-            logger.error("failed at step %d: %s", self.step, reason)
+            logger.log(level, "failed at step %d: %s", self.step, reason)
 
     def _has_failed(self) -> bool:
         status = read_status(self.dir)
@@ -258,6 +261,11 @@ class Run:
         if code and not self._stop_code:
             logger.info("stop requested by %s", STOP_REASONS[code])
         self._stop_code = max(code, self._stop_code)
+
+
+def _level_of(exception: BaseException) -> int:
+    """DEBUG goes to the log file only."""
+    return logging.DEBUG if isinstance(exception, InputError) else logging.ERROR
 
 
 def _describe(exception: BaseException | None) -> str | None:

@@ -4,6 +4,7 @@ Owns what happens between the command line and the first collective, and how wro
 reported. Every rank calls everything here.
 """
 
+import logging
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +14,13 @@ from dataclasses import dataclass
 import torch
 
 from ppo.check import check_config, check_contents, check_files
+from ppo.check_warnings import config_warnings
 from ppo.config import Config, ConfigError, Problem
+from ppo.errors import InputError
 from ppo.run import Run
 from sharding.mesh import build_mesh, init_distributed
+
+logger = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
 """exit code for wrong configuration or data"""
@@ -51,7 +56,7 @@ class Launch:
             *check_contents(config),
         ]
 
-    def report(self, error: ValueError) -> int:
+    def report(self, error: InputError) -> int:
         """Say once what is wrong with the user's input; the exit code."""
         if self.rank == 0 and self.restart_count == 0:
             sys.stderr.write(f"{error}\n")
@@ -88,4 +93,7 @@ def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator
     ):
         mesh = build_mesh(config.dims(launch.world_size, launch.ranks_per_node), device)
         with Run(config, mesh, command=command, restart_count=launch.restart_count) as run:
+            if launch.rank == 0:
+                for warning in config_warnings(config, world_size=launch.world_size):
+                    logger.warning("%s", warning)
             yield run

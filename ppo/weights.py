@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ppo.errors import InputError
+
 logger = logging.getLogger(__name__)
 
 MAX_PROBLEMS = 12
@@ -26,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-class CheckpointError(ValueError):
+class WeightsError(InputError):
     """A folder whose weights do not fit the model; names file and key."""
 
 
@@ -61,14 +63,14 @@ class SafetensorsFolder:
         try:
             return handle.get_slice(name)
         except SafetensorError as error:
-            raise CheckpointError(f"{self.where(name)}: {error}") from error
+            raise WeightsError(f"{self.where(name)}: {error}") from error
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
             try:
                 self._open[file] = safe_open(self.folder / file, framework="pt", device="cpu")
             except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{self.folder / file}: cannot be read: {error}") from error
+                raise WeightsError(f"{self.folder / file}: cannot be read: {error}") from error
         return self._open[file]
 
 
@@ -117,7 +119,7 @@ def load_weights(
     (mixtures of experts), or the folder holds no safetensors, rank 0 builds the whole model on the
     host and every rank takes its slices of each broadcast tensor: collective then. Names in
     `optional` that no file holds become zeros; keys that match a pattern of `ignored` may be there.
-    Raises CheckpointError that lists missing, unexpected and mis-shaped keys with their files.
+    Raises WeightsError that lists missing, unexpected and mis-shaped keys with their files.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -148,7 +150,7 @@ def _load_slices(module: nn.Module, files: SafetensorsFolder, targets: dict[str,
             if stored in files.files
         ]
         if any(not torch.equal(copy, copies[0]) for copy in copies[1:]):
-            raise CheckpointError(
+            raise WeightsError(
                 f"{files.folder}: {aliases[name]} are tied in the model and differ in the files; "
                 "set model.override_config.tie_word_embeddings=false"
             )
@@ -240,11 +242,11 @@ def _check(
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raise CheckpointError that lists the problems, if any."""
+    """Raise WeightsError that lists the problems, if any."""
     if problems:
         more = len(problems) - MAX_PROBLEMS
         lines = [*problems[:MAX_PROBLEMS]] + ([f"... and {more} more"] if more > 0 else [])
-        raise CheckpointError("weights do not fit the model:\n  " + "\n  ".join(lines))
+        raise WeightsError("weights do not fit the model:\n  " + "\n  ".join(lines))
 
 
 @torch.no_grad()

@@ -263,7 +263,7 @@ def main() -> None:
             model=arguments.model,
             dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
         )
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         parser.exit(1, f"{error}\n")
 
 

@@ -7,6 +7,8 @@ process groups.
 import logging
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +61,24 @@ def write_hf(checkpoint: Path, out: Path, *, model: str, dtype: torch.dtype | No
     if missing:
         raise CheckpointError(f"{checkpoint}: lacks {missing[0]} of {model}")
     out.mkdir(parents=True)
-    module.save_pretrained(out, state_dict=weights)  # original names of fused experts as well
+    with _no_progress_bar():
+        module.save_pretrained(out, state_dict=weights)  # original names of fused experts too
     if (checkpoint / "assets").is_dir():
         shutil.copytree(checkpoint / "assets", out, dirs_exist_ok=True)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """A save in the background must not draw into the console of the run."""
+    from transformers.utils import logging as transformers_logging
+
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()
 
 
 def _read(folder: Path, prefix: str, dtype: torch.dtype | None) -> dict[str, Tensor]:

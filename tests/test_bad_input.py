@@ -42,6 +42,14 @@ def run_main(tmp_path, capfd):
         ("actor.ulysses_sequence_parallel_size=3", ("ulysses_sequence_parallel_size", "possible")),
         ("reward.function.path=absent.py", ("reward.function.path", "absent.py")),
         ("algorithm.adv_estimator=grpo", ("algorithm.adv_estimator", "rollout.n")),
+        ("rollout.top_k=0", ("rollout.top_k", "0", "-1")),
+        ("rollout.stop=['']", ("rollout.stop", "empty")),
+        ("trainer.seed=99999999999", ("trainer.seed", "99999999999", "4294967295")),
+        ("trainer.max_wall_time=1:99:00", ("trainer.max_wall_time", "1:99:00", "HH:MM:SS")),
+        ("data.train_files=[]", ("data.train_files", "at least one file")),
+        ("data.train_max_samples=0", ("data.train_max_samples", "-1")),
+        ("data.custom_cls.path=train_ppo.py", ("data.custom_cls.name", "required")),
+        ("trainer.resume_mode=configs", ("trainer.resume_mode", "configs", "no checkpoint")),
     ],
 )
 def test_a_wrong_configuration_names_key_value_and_rule(run_main, override, words):
@@ -50,6 +58,29 @@ def test_a_wrong_configuration_names_key_value_and_rule(run_main, override, word
     for word in words:
         assert word in err
     assert "Traceback" not in err and len(err.splitlines()) < 25
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.attn_implementation=foo"], ("model.attn_implementation", "foo")),
+        (["model.override_config.foo=1"], ("model.override_config.foo", "no such key")),
+        (["data.train_max_samples=5"], ("data.train_batch_size", "5")),
+        (["trainer.default_local_dir=/proc/nowhere"], ("run folder /proc/nowhere",)),
+    ],
+)
+def test_what_only_a_run_can_find_is_said_once_and_without_a_traceback(run_main, overrides, words):
+    code, err = run_main(*overrides)
+    assert code == 2 and "Traceback" not in err
+    for word in words:
+        assert word in err
+    said = [line for line in err.splitlines() if words[0] in line]
+    assert len(said) == 1, err
+
+
+def test_an_option_without_effect_is_said_by_a_run_too(run_main):
+    code, err = run_main("rollout.engine_kwargs.a=1", "data.train_max_samples=5")
+    assert code == 2 and "rollout.engine_kwargs has no effect" in err
 
 
 def test_all_problems_are_listed_at_once(run_main):

@@ -41,11 +41,25 @@ def parse_args(argv: Sequence[str], *, description: str = "Train with PPO.") -> 
     parser = build_parser(description)
     group = parser.add_argument_group("plan without running anything")
     group.add_argument("--check", action="store_true", help="print the plan and end: exit 0 or 2")
-    group.add_argument("--nnodes", type=int, metavar="N", help="nodes to plan for")
-    group.add_argument("--nproc_per_node", "--nproc-per-node", type=int, metavar="M")
-    group.add_argument("--device_memory_gib", "--device-memory-gib", type=float, metavar="G")
+    group.add_argument("--nnodes", type=count, metavar="N", help="nodes to plan for")
+    group.add_argument("--nproc_per_node", "--nproc-per-node", type=count, metavar="M")
+    group.add_argument("--device_memory_gib", "--device-memory-gib", type=size, metavar="G")
     known, overrides = parser.parse_known_args(list(argv))
     return Options(overrides=overrides, **vars(known))
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return number
+
+
+def size(text: str) -> float:
+    """A number above 0."""
+    if not 0 < (number := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return number
 
 
 def build_parser(description: str) -> ArgumentParser:

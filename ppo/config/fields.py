@@ -9,6 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
+from ppo.errors import InputError
+
 
 class Problem(NamedTuple):
     """One thing that is wrong with a configuration, and what to do about it."""
@@ -28,7 +30,7 @@ class Problem(NamedTuple):
         return f"{head}; {self.fix}" if self.fix else head
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """Every problem of a configuration at once. `problems` holds one readable line for each."""
 
     def __init__(self, problems: list[Problem]) -> None:
@@ -50,7 +52,7 @@ class Bound:
     def __str__(self) -> str:
         names = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
         limits = ((text, getattr(self, name)) for name, text in names.items())
-        return "must be " + " and ".join(f"{text} {x:g}" for text, x in limits if x is not None)
+        return "must be " + " and ".join(f"{text} {x:.10g}" for text, x in limits if x is not None)
 
     def holds(self, number: float) -> bool:
         """True inside the interval; NaN is inside none."""
@@ -69,6 +71,8 @@ Positive = Annotated[float, Bound(gt=0)]
 NonNegative = Annotated[float, Bound(ge=0)]
 Share = Annotated[float, Bound(gt=0, le=1)]
 UnitInterval = Annotated[float, Bound(ge=0, le=1)]
+Seed = Annotated[int, Bound(ge=0, le=2**32 - 1)]
+"""what torch, numpy and SGLang all take"""
 IntOrOff = Annotated[int, Bound(ge=-1)]
 """-1 switches the thing off"""
 

@@ -195,6 +195,8 @@ class _Reader:
             texts = raw if isinstance(raw, list) else [raw]
             unbuilt = sorted(NOT_BUILT_VALUES.get(path, set()).intersection(map(str, texts)))
             fix = f"{', '.join(unbuilt)} is not built yet" if unbuilt else mismatch.fix
+            if key.is_duration:
+                fix = "seconds, or [D-]HH:MM:SS"
             self._problem(path, _plain(raw), mismatch.rule, fix)
             return None
         bound = out_of_bounds(key.hint, value)

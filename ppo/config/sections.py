@@ -15,6 +15,7 @@ from ppo.config.fields import (
     Positive,
     PositiveInt,
     Section,
+    Seed,
     Share,
     UnitInterval,
     derived,
@@ -78,7 +79,7 @@ class DataConfig(Section):
     """prompts generated at once in validation; null = all"""
     shuffle: bool = True
     """shuffle the prompts anew in each epoch, seeded"""
-    seed: int = derived("trainer.seed")
+    seed: Seed = derived("trainer.seed")
     """seed of that shuffle; null = trainer.seed"""
     drop_last: bool = True
     """drop the short last batch of an epoch (one warning) instead of using it"""
@@ -264,7 +265,7 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     """The run: length, saving, logging, stopping."""
 
-    seed: NonNegativeInt = 42
+    seed: Seed = 42
     """of everything random"""
     total_epochs: PositiveInt = 1
     """passes over the prompts"""

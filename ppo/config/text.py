@@ -20,7 +20,7 @@ _FALSE = frozenset({"false", "off", "no"})
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+")
-_DURATION = re.compile(r"(?:(\d+)-)?(\d+):(\d{1,2}):(\d{1,2})")
+_DURATION = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
 
 
 class Plain(str):

@@ -111,7 +111,8 @@ class CheckpointConfig(Section):
     save_contents: list[SaveContent] = field(
         default_factory=lambda: ["model", "optimizer", "extra"]
     )
-    """a resume needs model, optimizer and extra; hf_model adds a folder for transformers"""
+    """model and extra are always saved; without optimizer a resumed run starts with new Adam
+    moments; hf_model adds a folder for transformers"""
 
 
 @dataclass(frozen=True, kw_only=True)

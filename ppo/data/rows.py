@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppo.config.sections import DataConfig
+from ppo.errors import InputError
 
 PARQUET = {".parquet"}
 JSON_LINES = {".jsonl", ".json", ".ndjson"}
@@ -19,7 +20,7 @@ QUICK_ROWS = 64
 """rows of each file that `check_data_files` reads"""
 
 
-class DataError(ValueError):
+class DataError(InputError):
     """Something is wrong with a data file; the message names file, row and column."""
 
     def __init__(

@@ -74,9 +74,10 @@ def _check_signature(signature: inspect.Signature, settings: FunctionSettings) -
         problem = _binding_problem(signature, dict.fromkeys(names), whole=True)
     if problem:
         where = settings.path or "the built-in scorer"
+        written = str(signature).replace("Ellipsis", "...")
         raise RewardError(
             f"reward.function: {settings.name} of {where} has the wrong signature "
-            f"{settings.name}{signature}: {problem}; it is called as {settings.name}{call}"
+            f"{settings.name}{written}: {problem}; it is called as {settings.name}{call}"
         )
 
 

@@ -327,7 +327,7 @@ def test_the_command_line_separates_options_from_overrides():
     assert (options.check, options.nnodes, options.nproc_per_node) == (True, 2, 4)
     with pytest.raises(ConfigError, match="--config"):
         parse_args(["a=1"])
-    with pytest.raises(ConfigError, match="invalid int"):
+    with pytest.raises(ConfigError, match="invalid count"):
         parse_args(["--config", "x", "--nnodes", "two"])
 
 

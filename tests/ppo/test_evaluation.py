@@ -66,6 +66,15 @@ def test_samples_are_written_whole_and_read_back(tmp_path):
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["samples.parquet"]
 
 
+def test_samples_are_json_lines_where_the_name_says_so(tmp_path):
+    rows = [{"prompt": "é", "score": None, "ground_truth": {"answer": 4}}, {"prompt": "b"}]
+    write_samples(tmp_path / "samples.jsonl", rows)
+    lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == rows
+    with pytest.raises(ConfigError, match=r"--out = '.*s\.csv': must end with"):
+        load_evaluation(options_of(tmp_path, f"--out={tmp_path}/s.csv"), lambda config: [])
+
+
 def options_of(folder: Path, *more: str):
     return parse_options(
         ["--config", "ppo_tiny.yaml", "--data", "tiny", "--out", f"{folder}/s.parquet", *more]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ppo.config import Config, load_config, parse_args
+from ppo.config import Config, ConfigError, load_config, parse_args
 from ppo.memory_plan import GIB, Plan, kv_cache, micro_tokens, phases
 from ppo.model_shapes import TINY, ModelShape, find_shape, parse_shape
 from ppo.preflight import check_shapes, run_check
@@ -163,6 +163,9 @@ def test_options_of_the_command_line_replace_the_check_section(capsys):
     assert "dp_replicate 2 x dp_shard 4 x sp 1   HYBRID_SHARD" in out
     assert run_check(parse_args([*arguments, "--device_memory_gib", "0.001"])) == 2
     assert "check.device_memory_gib" in capsys.readouterr().err
+    for option in ("--nnodes", "--nproc_per_node", "--device_memory_gib"):
+        with pytest.raises(ConfigError, match=f"{option}.*0: must be"):
+            parse_args(["--config", "ppo.yaml", "--check", option, "0"])
 
 
 def test_batch_arithmetic_is_printed(capsys):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ppo.config import Config, load_config
+from ppo.config import Config, ConfigError, load_config
 from ppo.run import Run, StopRequested
 from ppo.run_folder import git_revision, read_status, set_aside, write_status
 from ppo.signals import descendants
@@ -241,7 +241,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     handlers = list(logging.getLogger().handlers)
     with (
         init_distributed(torch.device("cpu")),
-        pytest.raises(RuntimeError, match="run folder"),
+        pytest.raises(ConfigError, match="run folder"),
         open_run(tmp_path / "file" / "run", 1),
     ):
         pass

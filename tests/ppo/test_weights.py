@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ppo.weights import (
-    CheckpointError,
     Source,
+    WeightsError,
     load_weights,
     materialize,
     non_persistent_buffers,
@@ -81,7 +81,7 @@ def test_tied_parameters_with_different_values_are_refused(tmp_path):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
 
     folder = rewrite(save_model(tmp_path / "qwen2", "qwen2"), untie)
-    with pytest.raises(CheckpointError, match="tie_word_embeddings=false"):
+    with pytest.raises(WeightsError, match="tie_word_embeddings=false"):
         load(folder)
 
 
@@ -93,7 +93,7 @@ def test_every_key_that_does_not_fit_is_named_with_its_file(tmp_path):
         tensors["model.rotary_emb.inv_freq"] = torch.zeros(4)  # old checkpoints have it
 
     folder = rewrite(save_model(tmp_path / "llama", "llama"), spoil)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(WeightsError) as caught:
         load(folder)
     lines = str(caught.value).splitlines()[1:]
     file = folder / "model.safetensors"
@@ -122,10 +122,10 @@ def test_a_truncated_or_absent_file_is_named(tmp_path):
     first = folder / sorted(set(index["weight_map"].values()))[0]
     data = first.read_bytes()
     first.write_bytes(data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match=first.name):
+    with pytest.raises(WeightsError, match=first.name):
         load(folder)
     first.unlink()
-    with pytest.raises(CheckpointError, match=first.name):
+    with pytest.raises(WeightsError, match=first.name):
         load(folder)
 
 
@@ -136,7 +136,7 @@ def test_a_key_that_the_index_puts_into_the_wrong_file_is_named(tmp_path):
     files = index["weight_map"]
     files["model.norm.weight"] = next(f for f in files.values() if f != files["model.norm.weight"])
     path.write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
         load(folder)
 
 
