@@ -179,11 +179,12 @@ def _layer_saved(model: ShardedModel, run: Pass) -> float:
     """Bytes that the backward pass of one decoder layer keeps.
 
     Per token: of both norms the float32 input, the normalised value and the output; query, key and
-    value after rotation and the attention's output; gate, up, activation and product of the MLP.
+    value after rotation and the attention's output (under sp > 1 as each side of the exchange lays
+    it out); gate, up, activation and product of the MLP.
     """
     shape, item = model.shape, model.compute
     norms = shape.hidden_size * 2 * (4 + 2 * item)
-    heads = 2 * shape.num_heads + 2 * _kv_heads(shape, run.sp)
+    heads = (2 if run.sp == 1 else 3) * shape.num_heads + 2 * _kv_heads(shape, run.sp)
     return run.tokens * (norms + item * (heads * shape.head_dim + 4 * shape.intermediate_size))
 
 

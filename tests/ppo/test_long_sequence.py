@@ -117,4 +117,4 @@ def test_four_ranks_train_a_sequence_of_32k_tokens_within_that_memory(tmp_path):
     assert 0 < results[0]["actor/grad_norm"] < float("inf")
     assert results[0]["actor/ppo_kl"] != 0
     predicted = predicted_bytes(load_config("ppo_tiny.yaml", [*OVERRIDES, SP]))
-    assert 0.85 < predicted / results[0]["peak_bytes"] < 1.25
+    assert 0.9 < predicted / results[0]["peak_bytes"] < 1.25
