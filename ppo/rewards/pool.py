@@ -221,6 +221,10 @@ class RewardPool:
             message = slot.worker.receive()
             if message is None:
                 slot.deadline = float("-inf")  # dead: replaced below
+                if slot.worker.has_unread:  # killed while idle: another worker scores them
+                    with self._state.changed:
+                        self._queue.extendleft(reversed(slot.items.values()))
+                    slot.items.clear()
             elif message.get("ready"):
                 with self._state.changed:
                     slot.is_ready, slot.is_async = True, message["is_async"]

@@ -37,6 +37,8 @@ class WorkerProcess:
     """
 
     def __init__(self, function: Function, *, timeout_s: float, log: IO[bytes] | None) -> None:
+        self.has_unread = False
+        """it died before it read what was sent to it last"""
         self.channel, theirs = Pipe()
         output = sys.__stderr__ if log is None else log
         command = [sys.executable, "-P", "-c", START, str(ROOT), str(theirs.fileno())]
@@ -61,14 +63,18 @@ class WorkerProcess:
         self._send(pickle.dumps(list(tasks)))
 
     def _send(self, message: bytes) -> None:
-        with suppress(ConnectionError):  # a dead worker shows up when it is read from
+        try:
             self.channel.send_bytes(message)
+        except ConnectionError:  # a dead worker shows up when it is read from
+            self.has_unread = True
 
     def receive(self) -> dict[str, Any] | None:
         """The next message; None when the worker has died."""
         try:
             return json.loads(self.channel.recv_bytes())
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
+            # a Unix socket that closes over unread data resets the other end
+            self.has_unread = self.has_unread or isinstance(error, ConnectionResetError)
             return None
 
     def kill(self, *, wait_s: float = 0.0) -> str:
