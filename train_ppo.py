@@ -292,12 +292,15 @@ def save_checkpoint(
     values: Mapping[str, float],
 ) -> None:
     """Write the state at this iteration boundary; `values` may hold trainer.keep_best's metric."""
+    best = config.trainer.keep_best
+    if values and best is not None and best not in values:
+        logger.warning("trainer.keep_best: step %d has no metric %s", state.step, best)
     checkpoints.save(
         state.step,
         models.modules(),
         models.optimizers(config.actor.checkpoint.save_contents),
         state.state_dict() | {"config": to_yaml(config)},
-        metric=values.get(config.trainer.keep_best or ""),
+        metric=values.get(best or ""),
     )
     state.saved_step = state.step
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ppo.errors import InputError
 from sharding.ulysses import gather_heads, scatter_heads
 
 ATTENTION_NAME = "packed_documents"
@@ -69,7 +70,7 @@ def choose_kernel(implementation: str, device: torch.device) -> Kernel | None:
 
     auto and varlen: torch's varlen attention on CUDA, else each document alone; sdpa: each document
     alone; flash_attention_2: the flash-attn package.
-    Raises ValueError when flash-attn is asked for and not installed.
+    Raises InputError when flash-attn is asked for and not installed.
     """
     if implementation in ("auto", "varlen"):
         return varlen_kernel if device.type == "cuda" else sdpa_kernel
@@ -185,7 +186,7 @@ def _flash_function() -> Callable[..., Tensor]:
         # Not `import flash_attn`: other packages put folders of their own under that name.
         return importlib.import_module("flash_attn").flash_attn_varlen_func
     except (ImportError, AttributeError) as error:
-        raise ValueError(
+        raise InputError(
             "model.attn_implementation=flash_attention_2: the package flash-attn is not installed; "
             "use auto"
         ) from error

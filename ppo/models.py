@@ -80,13 +80,13 @@ def build_causal_lm(
     cu_seqlens describes); without, rows are right-padded.
 
     dtype: of the stored parameters (float32 masters for training).
-    Raises ValueError for a model that does not fit the mesh, WeightsError for weights that do
-    not fit the model. Collective over all ranks.
+    Raises InputError for a model that does not fit the mesh or weights that do not fit the model.
+    Collective over all ranks.
     """
     module = _on_meta(path, model_config, dtype)
     head = module.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
-        raise ValueError(f"{type(module).__name__}: needs an output head without bias")
+        raise InputError(f"{type(module).__name__}: needs an output head without bias")
     _replace(module, mesh, model_config, score_labels)
     _shard(module, mesh, model_config, fsdp_config, checkpointing, forward_only, shard_dim1)
     _fill(module, path, mesh, fsdp_config, source=(model_config, dtype))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ppo.data.files import new_folder
+from ppo.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,13 +34,13 @@ def build_tiny_model(folder: Path, seed: int = 0) -> Path:
     """Write the HF folder of the tiny model unless it is there; returns `folder`.
 
     Every rank may call it at once: the first that is ready puts its folder there, all are equal.
-    Raises ValueError when the folder holds something else.
+    Raises InputError when the folder holds something else.
     """
     marker = folder / "tiny.json"
     if folder.exists():
         found = json.loads(marker.read_text()) if marker.is_file() else None
         if found != {"seed": seed}:
-            raise ValueError(f"{folder} is not the tiny model of seed {seed}: it holds {found}")
+            raise InputError(f"{folder} is not the tiny model of seed {seed}: it holds {found}")
         return folder
     with new_folder(folder) as beside:
         _save_model(beside, seed)

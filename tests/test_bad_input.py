@@ -1,5 +1,6 @@
 """Bad input ends at once with exit 2 and one message that says what, where and what to change."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -64,12 +65,15 @@ def test_a_wrong_configuration_names_key_value_and_rule(run_main, override, word
     ("overrides", "words"),
     [
         (["model.attn_implementation=foo"], ("model.attn_implementation", "foo")),
+        (["model.attn_implementation=flash_attention_2"], ("flash_attention_2", "flash-attn")),
         (["model.override_config.foo=1"], ("model.override_config.foo", "no such key")),
         (["data.train_max_samples=5"], ("data.train_batch_size", "5")),
         (["trainer.default_local_dir=/proc/nowhere"], ("run folder /proc/nowhere",)),
     ],
 )
 def test_what_only_a_run_can_find_is_said_once_and_without_a_traceback(run_main, overrides, words):
+    if "flash-attn" in words and importlib.util.find_spec("flash_attn_2_cuda"):
+        pytest.skip("flash-attn is installed")
     code, err = run_main(*overrides)
     assert code == 2 and "Traceback" not in err
     for word in words:
@@ -81,6 +85,13 @@ def test_what_only_a_run_can_find_is_said_once_and_without_a_traceback(run_main,
 def test_an_option_without_effect_is_said_by_a_run_too(run_main):
     code, err = run_main("rollout.engine_kwargs.a=1", "data.train_max_samples=5")
     assert code == 2 and "rollout.engine_kwargs has no effect" in err
+
+
+def test_a_metric_to_keep_the_best_by_that_no_step_has_is_warned_about(run_main):
+    code, err = run_main(
+        *("trainer.keep_best=no/metric", "trainer.total_training_steps=1", "data.val_files=[]")
+    )
+    assert code == 0 and "trainer.keep_best: step 1 has no metric no/metric" in err
 
 
 def test_all_problems_are_listed_at_once(run_main):

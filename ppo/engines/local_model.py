@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo.engines.kv_cache import KVCache, Step, cached_attention
+from ppo.errors import InputError
 from ppo.weights import non_persistent_buffers
 from sharding.layout import FAMILIES, view_2d
 from sharding.plan import Entry
@@ -140,7 +141,7 @@ def _build(hf_config: PretrainedConfig, dtype: torch.dtype, trust: bool) -> PreT
         "sliding_attention",
     }
     if kinds:
-        raise ValueError(
+        raise InputError(
             f"rollout.engine=torch has no cache for the {', '.join(sorted(kinds))} layers of "
             f"{config.model_type}; use rollout.engine=sglang"
         )
@@ -149,7 +150,7 @@ def _build(hf_config: PretrainedConfig, dtype: torch.dtype, trust: bool) -> PreT
             config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=trust
         )
     if not module._supports_attention_backend:
-        raise ValueError(
+        raise InputError(
             f"rollout.engine=torch needs a model that uses transformers' AttentionInterface; "
             f"{config.model_type} does not: use rollout.engine=sglang"
         )
@@ -176,7 +177,7 @@ def _recompute_buffers(module: PreTrainedModel, device: torch.device) -> None:
         module._init_weights(module.get_submodule(owner_name))
     for name, buffer in module.named_buffers():
         if name not in buffers or not buffer.is_floating_point() or buffer.isnan().any():
-            raise ValueError(
+            raise InputError(
                 f"rollout.engine=torch cannot make the buffer {name} of "
                 f"{module.config.model_type}; use rollout.engine=sglang"
             )
@@ -192,13 +193,13 @@ def _parallelize(module: PreTrainedModel, mesh: DeviceMesh) -> None:
     """DTensor placement of the base model's linear layers and of an untied head."""
     config: Any = module.config
     if config.model_type not in FAMILIES:
-        raise ValueError(
+        raise InputError(
             f"rollout.engine=torch splits {', '.join(FAMILIES)} over ranks, not "
             f"{config.model_type}: set rollout.tensor_model_parallel_size=1"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, name) % mesh.size():
-            raise ValueError(
+            raise InputError(
                 f"rollout.tensor_model_parallel_size = {mesh.size()} must divide the model's "
                 f"{name} = {getattr(config, name)} with rollout.engine=torch"
             )
