@@ -17,31 +17,41 @@ from sharding.memory import PeakTracker
 from sharding.mesh import Mesh
 
 
-def build_smollm2_shape(mesh: Mesh) -> nn.Module:
-    """Random weights in the shape of SmolLM2-135M: float32 masters, bfloat16 computation."""
+def save_smollm2_shape(folder: Path, *, layers: int = 30) -> Path:
+    """An HF folder of random bfloat16 weights in the shape of SmolLM2-135M."""
     from transformers import LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
         intermediate_size=1536,
-        num_hidden_layers=30,
+        num_hidden_layers=layers,
         num_attention_heads=9,
         num_key_value_heads=3,
         tie_word_embeddings=True,
         dtype="bfloat16",
     )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def build_smollm2_shape(mesh: Mesh) -> nn.Module:
+    """That model, sharded: float32 masters, bfloat16 computation, gradient checkpointing."""
     with tempfile.TemporaryDirectory() as folder:
-        LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-        return build_causal_lm(
-            Path(folder),
-            mesh,
-            model_config=ModelConfig(path=folder, tokenizer_path=folder),
-            fsdp_config=FsdpConfig(),
-            checkpointing=True,
-            forward_only=False,
-            dtype=torch.float32,
-        )
+        return build_for_update(save_smollm2_shape(Path(folder)), mesh)
+
+
+def build_for_update(folder: Path, mesh: Mesh, fsdp_config: FsdpConfig | None = None) -> nn.Module:
+    """A causal LM with float32 masters and gradient checkpointing."""
+    return build_causal_lm(
+        folder,
+        mesh,
+        model_config=ModelConfig(path=str(folder), tokenizer_path=str(folder)),
+        fsdp_config=fsdp_config or FsdpConfig(),
+        checkpointing=True,
+        forward_only=False,
+        dtype=torch.float32,
+    )
 
 
 def seconds(work: Callable[[], Any], device: torch.device) -> float:
