@@ -38,6 +38,7 @@ def check_config(config: Config, *, world_size: int, ranks_per_node: int) -> lis
         *_lengths(config),
         *_pairs(config),
         *_rows_and_samples(config),
+        *_rewards(config),
         *_validation(config),
     ]
 
@@ -83,6 +84,7 @@ def _models(config: Config) -> list[tuple[str, FsdpConfig, bool]]:
         ("actor", config.actor.fsdp, True),
         ("critic", config.critic.fsdp, config.critic_enabled),
         ("ref", config.ref.fsdp, config.ref_enabled),
+        ("reward.model", config.reward.model.fsdp, config.reward.model.enable),
     ]
 
 
@@ -213,14 +215,31 @@ def _rows_and_samples(config: Config) -> Iterator[Problem]:
         yield Problem("rollout.stop", rollout.stop, "must not hold an empty text")
 
 
+def _rewards(config: Config) -> Iterator[Problem]:
+    function, model, weights = config.reward.function, config.reward.model, config.reward.weights
+    if function.style == "trl" and function.path is None:
+        yield Problem("reward.function.style", "trl", "needs reward.function.path")
+    if model.enable and model.path is None:
+        yield Problem(
+            "reward.model.path",
+            None,
+            "is required with reward.model.enable",
+            "name a sequence classification model with one label",
+        )
+    counts = {
+        "function": config.reward.uses_function and weights.function != 0,
+        "model": model.enable and weights.model != 0,
+    }
+    if not any(counts.values()):
+        yield Problem("reward.weights", None, "every score has weight 0: nothing is rewarded")
+
+
 def _validation(config: Config) -> Iterator[Problem]:
     if config.trainer.val_only and not config.data.val_files:
         yield Problem("data.val_files", [], "trainer.val_only needs validation data")
     best = config.trainer.keep_best
     if best is not None and best.startswith("val") and not config.data.val_files:
         yield Problem("trainer.keep_best", best, "needs data.val_files")
-    if config.reward.function.style == "trl" and config.reward.function.path is None:
-        yield Problem("reward.function.style", "trl", "needs reward.function.path")
 
 
 def check_files(config: Config) -> list[Problem]:
@@ -250,13 +269,12 @@ def check_files(config: Config) -> list[Problem]:
 
 def check_contents(config: Config) -> list[Problem]:
     """What is wrong inside the files that are there: first rows, signature of the reward."""
-    own_reward = config.reward.function.path is not None
     found = []
     for name in ("train_files", "val_files"):
         files = [f for f in getattr(config.data, name) if f == "tiny" or glob.glob(f)]
         try:
             if files:
-                check_data_files(files, config.data, need_data_source=not own_reward)
+                check_data_files(files, config.data, need_data_source=config.reward.uses_builtin)
         except DataError as error:
             found.append(Problem(f"data.{name}", None, str(error)))
     custom = config.data.custom_cls
@@ -265,11 +283,12 @@ def check_contents(config: Config) -> list[Problem]:
             parse_plugin(custom.path, custom.name)
         except PluginError as error:
             found.append(Problem("data.custom_cls", None, str(error)))
-    if own_reward and Path(str(config.reward.function.path)).is_file():
+    function = config.reward.function
+    if function.path is not None and Path(function.path).is_file():
         try:
-            check_function(config.reward.function)
+            check_function(function)
         except RewardError as error:
-            found.append(Problem("reward.function.path", config.reward.function.path, str(error)))
+            found.append(Problem("reward.function.path", function.path, str(error)))
     return found
 
 
@@ -317,6 +336,8 @@ def _model_paths(config: Config) -> dict[str, str]:
     paths.setdefault(config.model.tokenizer_path, "model.tokenizer_path")
     if config.critic_enabled:
         paths.setdefault(config.critic.model.path, "critic.model.path")
+    if config.reward.model.enable and config.reward.model.path is not None:
+        paths.setdefault(config.reward.model.path, "reward.model.path")
     return {key: path for path, key in paths.items() if path != "tiny"}
 
 

@@ -85,7 +85,11 @@ def _data(config: Config) -> Iterator[str]:
         yield "data.truncation has no effect with data.filter_overlong_prompts"
     if data.custom_cls.name is not None and data.custom_cls.path is None:
         yield "data.custom_cls.name has no effect without data.custom_cls.path"
-    function = config.reward.function
+    function, model = config.reward.function, config.reward.model
+    if model.path is not None and not model.enable:
+        yield "reward.model.path has no effect without reward.model.enable"
+    if config.reward.weights.model != 1 and not model.enable:
+        yield "reward.weights.model has no effect without reward.model.enable"
     if function.path is None and (function.kwargs or function.name != "compute_score"):
         yield "reward.function.name and kwargs have no effect without reward.function.path"
     if config.trainer.val_before_train and not data.val_files and config.trainer.keep_best:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import Tensor
 
 from ppo.batch import RolloutBatch, make_batch
 from ppo.config import Config
@@ -18,6 +19,7 @@ from ppo.data.dataset import Prompt
 from ppo.engines.contract import Engine, SamplingParams
 from ppo.learner import Frozen
 from ppo.metrics import Metrics
+from ppo.reward_model import RewardModel
 from ppo.rewards.contract import RewardRequest, RewardResult
 from ppo.rewards.pool import RewardPool
 from ppo.run import Run
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Collector:
-    """One engine per rollout group, one reward pool per node."""
+    """One engine per rollout group, one reward pool per node, one reward model over all ranks."""
 
     config: Config
     run: Run
@@ -39,6 +41,8 @@ class Collector:
     tokenizer: "PreTrainedTokenizerBase"
     pool: RewardPool | None
     """on local rank 0 of each node, None elsewhere"""
+    reward_model: RewardModel | None
+    """None where functions score alone"""
     stop_token_ids: tuple[int, ...]
 
     @contextmanager
@@ -89,28 +93,59 @@ class Collector:
         return self.tokenizer.batch_decode(batch.response_ids, skip_special_tokens=True)
 
     def score(self, batch: RolloutBatch, metrics: Metrics) -> None:
-        """Fill batch.scores; a sample whose reward failed is masked out and counted.
+        """Fill batch.scores: the weighted sum of function and reward model.
 
-        Every node scores its share. Raises RuntimeError on all ranks when more than
-        reward.max_failed_fraction of the samples failed.
+        A sample whose reward failed or is not finite is masked out and counted. Raises RuntimeError
+        on all ranks when more than reward.max_failed_fraction of the samples failed.
         """
-        results = self._results(batch)
+        texts, failures = self.texts(batch), []
+        if self.config.reward.uses_function:
+            failures += self._add_function_scores(batch, texts, metrics)
+        if self.reward_model is not None:
+            with metrics.timed("reward_model"):
+                scores = self.reward_model.score(batch.prompts, texts, self.run)
+            failures += self._add_model_scores(batch, scores, metrics)
+        batch.scores[batch.failed] = 0.0
+        batch.response_mask &= ~batch.failed[:, None]
+        metrics.set("reward/failed", sum(r.failed != "timeout" for r in failures))
+        metrics.set("reward/timeout", sum(r.failed == "timeout" for r in failures))
+        self._report(failures, len(texts))
+
+    def _add_function_scores(
+        self, batch: RolloutBatch, texts: Sequence[str], metrics: Metrics
+    ) -> list[RewardResult]:
+        """Add the function's scores to the batch, and return those that failed."""
+        weight = self.config.reward.weights.function
+        weight = 1.0 if weight is None else weight
+        results = self._function_results(batch, texts)
         for index, result in enumerate(results):
             if result.score is None:
                 batch.failed[index] = True
-                batch.response_mask[index] = False
                 continue
-            batch.scores[index] = result.score
+            batch.scores[index] += weight * result.score
+            if self.reward_model is not None:
+                metrics.add("reward/function_score", result.score, 1)
             for name, value in result.extra.items():
                 metrics.add(f"reward/{name}", value, 1)
-        failures = [r for r in results if r.failed]
-        metrics.set("reward/failed", sum(r.failed != "timeout" for r in failures))
-        metrics.set("reward/timeout", sum(r.failed == "timeout" for r in failures))
-        self._report(failures, len(results))
+        return [r for r in results if r.failed]
 
-    def _results(self, batch: RolloutBatch) -> list[RewardResult]:
-        """Results of all samples, in order, on every rank."""
-        mesh, texts = self.run.mesh, self.texts(batch)
+    def _add_model_scores(
+        self, batch: RolloutBatch, scores: Tensor, metrics: Metrics
+    ) -> list[RewardResult]:
+        """Add the reward model's scores [B] to the batch, and return those that are not finite."""
+        finite = scores.isfinite()
+        batch.scores += self.config.reward.weights.model * scores
+        metrics.add("reward/model_score", scores[finite].sum().item(), int(finite.sum()))
+        bad = ~finite & ~batch.failed
+        batch.failed |= ~finite
+        return [
+            RewardResult(None, "error", f"the reward model's score is {score}")
+            for score in scores[bad].tolist()
+        ]
+
+    def _function_results(self, batch: RolloutBatch, texts: Sequence[str]) -> list[RewardResult]:
+        """Results of all samples, in order, on every rank; every node scores its share."""
+        mesh = self.run.mesh
         share = range(mesh.node_rank, len(texts), mesh.dims.nodes) if self.pool else range(0)
         mine: dict[int, RewardResult] = {}
 
@@ -131,13 +166,14 @@ class Collector:
     def _report(self, failures: list[RewardResult], total: int) -> None:
         if not failures:
             return
-        logger.warning(
-            "the reward of %d of %d samples failed and they are masked out; the first (%s): %s",
-            len(failures),
-            total,
-            failures[0].failed,
-            failures[0].traceback.strip(),
-        )
+        if self.run.mesh.rank == 0:  # every rank has the same
+            logger.warning(
+                "the reward of %d of %d samples failed and they are masked out; the first (%s): %s",
+                len(failures),
+                total,
+                failures[0].failed,
+                failures[0].traceback.strip(),
+            )
         limit = self.config.reward.max_failed_fraction
         if len(failures) > limit * total:
             raise RuntimeError(

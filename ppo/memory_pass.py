@@ -32,7 +32,7 @@ class ShardedModel:
     """One model in numbers. Bytes are of one rank unless a name says else."""
 
     name: str
-    """actor, critic or ref"""
+    """actor, critic, ref or reward model"""
     shape: ModelShape
     fsdp: FsdpConfig
     shard_size: int
@@ -43,8 +43,12 @@ class ShardedModel:
     @property
     def root_params(self) -> int:
         """Of FSDP's root group: embedding, last norm, head."""
-        is_critic = self.name == "critic"
-        return self.shape.value_root_params if is_critic else self.shape.root_params
+        return self.shape.root_params if self.has_logits else self.shape.value_root_params
+
+    @property
+    def has_logits(self) -> bool:
+        """A causal LM; else one number per token."""
+        return self.name in ("actor", "ref")
 
     @property
     def compute(self) -> int:
@@ -76,7 +80,7 @@ class Pass:
 def training_pass(model: ShardedModel, run: Pass) -> list[Item]:
     """What forward and backward add to parameters and optimizer, at the worst of four moments."""
     moments = [_in_a_layer(model, run), _after_a_layer(model, run), _at_the_end(model, run)]
-    if model.name != "critic":
+    if model.has_logits:
         moments.append(_in_the_head(model, run))
     return max(moments, key=total)
 
@@ -87,11 +91,10 @@ def forward_pass(model: ShardedModel, run: Pass) -> list[Item]:
     mlp = 3 * item * shape.intermediate_size
     attention = item * 2 * (shape.num_heads + _kv_heads(shape, run.sp)) * shape.head_dim
     layer = run.tokens * (max(mlp, attention) + shape.hidden_size * (2 * item + 8))
-    return [
-        *_gathered(model),
-        Item(f"one layer forward ({run.tokens} tokens)", layer),
-        Item("log-probs in blocks", _head_forward(model, run)),
-    ]
+    found = [*_gathered(model), Item(f"one layer forward ({run.tokens} tokens)", layer)]
+    if model.has_logits:
+        found.append(Item("log-probs in blocks", _head_forward(model, run)))
+    return found
 
 
 def total(items: Iterable[Item]) -> float:
@@ -143,7 +146,7 @@ def _at_the_end(model: ShardedModel, run: Pass) -> list[Item]:
 
 def _gradients(model: ShardedModel, *, accumulated: bool, head: bool) -> list[Item]:
     found = [Item("gradients", model.shard_params * model.master)] if accumulated else []
-    if head and model.name != "critic":
+    if head and model.has_logits:
         size = model.shape.embedding_params * model.compute
         found.append(Item("unsharded gradient of the head", size))
     return found

@@ -43,6 +43,7 @@ class Plan:
     dims: ParallelDims
     actor: ModelShape
     critic: ModelShape
+    reward_model: ModelShape | None = None
     cuda: bool
     sglang: bool
     device_bytes: float
@@ -51,6 +52,8 @@ class Plan:
 def phases(plan: Plan) -> list[Phase]:
     """Every phase of an iteration in order, for the rank that holds most."""
     found = [Phase("reshard", _drop(_reshard(plan))), Phase("generate", _drop(_generate(plan)))]
+    if plan.reward_model is not None:
+        found.append(Phase("reward model", _drop(_score(plan))))
     found.append(Phase("log-probs", _drop(_log_probs(plan))))
     if plan.config.critic_enabled:
         found.append(Phase("train critic", _drop(_train(plan, _critic(plan), plan.config.critic))))
@@ -87,9 +90,8 @@ def host_bytes(plan: Plan) -> list[Item]:
             items.append(Item(f"{model.name} Adam moments", ranks * params * 2 * model.master))
         if fsdp.offload_policy:
             items.append(Item(f"{model.name} gradients", ranks * params * model.master))
-    if config.ref_enabled and plan.cuda:
-        ref = _ref(plan)
-        items.append(Item("ref parameters", ranks * ref.shard_params * ref.compute))
+    for model in _frozen(plan) if plan.cuda else []:
+        items.append(Item(f"{model.name} parameters", ranks * model.shard_params * model.compute))
     return _drop(items)
 
 
@@ -121,6 +123,15 @@ def _ref(plan: Plan) -> ShardedModel:
     return _model(plan, "ref", plan.actor, plan.config.ref.fsdp)
 
 
+def _frozen(plan: Plan) -> list[ShardedModel]:
+    """Models that rest on the host while they are idle."""
+    found = [_ref(plan)] if plan.config.ref_enabled else []
+    if plan.reward_model is not None:
+        fsdp = plan.config.reward.model.fsdp
+        found.append(_model(plan, "reward model", plan.reward_model, fsdp))
+    return found
+
+
 def _model(plan: Plan, name: str, shape: ModelShape, fsdp: FsdpConfig) -> ShardedModel:
     return ShardedModel(
         name=name,
@@ -149,9 +160,9 @@ def _resident(plan: Plan, *, with_params: str = "", with_optimizer: str = "") ->
             yield Item(f"{model.name} parameters", model.shard_params * model.master)
         if not (plan.cuda and fsdp.optimizer_offload) or model.name == with_optimizer:
             yield Item(f"{model.name} Adam moments", model.shard_params * 2 * model.master)
-    if plan.config.ref_enabled and (not plan.cuda or with_params == "ref"):
-        ref = _ref(plan)
-        yield Item("ref parameters", ref.shard_params * ref.compute)
+    for model in _frozen(plan):
+        if not plan.cuda or with_params == model.name:
+            yield Item(f"{model.name} parameters", model.shard_params * model.compute)
 
 
 def _engine_weights(plan: Plan) -> float:
@@ -186,11 +197,23 @@ def _generate(plan: Plan) -> Iterator[Item]:
         yield Item("logits and sampling", 3 * rows * plan.actor.vocab_size * 4)
 
 
+def _score(plan: Plan) -> Iterator[Item]:
+    """The reward model reads as many tokens as actor and critic do, by its own tokenizer or not."""
+    yield from _forward_only(
+        plan, _frozen(plan)[-1], plan.config.reward.model.max_token_len_per_gpu
+    )
+
+
 def _log_probs(plan: Plan) -> Iterator[Item]:
     """The forward-only pass that holds most: of the reference where there is one."""
     model = _ref(plan) if plan.config.ref_enabled else _actor(plan)
+    yield from _forward_only(plan, model, plan.config.ref.log_prob_max_token_len_per_gpu)
+
+
+def _forward_only(plan: Plan, model: ShardedModel, budget: int) -> Iterator[Item]:
+    """A pass over all samples with at most `budget` tokens of a rank at once."""
     longest = -(-_longest(plan) // plan.dims.sp)
-    budget = max(plan.config.ref.log_prob_max_token_len_per_gpu, longest)
+    budget = max(budget, longest)
     samples = -(-plan.config.data.train_batch_size * plan.config.rollout.n // plan.dims.dp)
     run = Pass(tokens=min(budget, samples * longest), sp=plan.dims.sp, cuda=plan.cuda)
     yield from _resident(plan, with_params=model.name)

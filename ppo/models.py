@@ -1,8 +1,8 @@
-"""Actor, reference and critic from HF checkpoints: built on meta, sharded, scored in one call.
+"""Actor, ref, critic and reward model from HF checkpoints: built on meta, then sharded.
 
 Owns what a model's forward is here: hidden states by transformers' backbone, then log-probs of
-given labels (causal LM) or values (critic), so that FSDP sees one module call per micro-batch and
-full logits never exist. Must not know losses, batches or the training loop.
+given labels (causal LM) or values (critic, reward model), so that FSDP sees one module call per
+micro-batch and full logits never exist. Must not know losses, batches or the training loop.
 
 Letters: N packed tokens of this rank, b x S padded tokens, D documents, K scored tokens, H hidden.
 """
@@ -89,7 +89,7 @@ def build_causal_lm(
         raise InputError(f"{type(module).__name__}: needs an output head without bias")
     _replace(module, mesh, model_config, score_labels)
     _shard(module, mesh, model_config, fsdp_config, checkpointing, forward_only, shard_dim1)
-    _fill(module, path, mesh, fsdp_config, source=(model_config, dtype))
+    _fill(module, path, mesh, fsdp_config, source=(model_config, dtype, False))
     return module
 
 
@@ -102,9 +102,11 @@ def build_value_model(
     checkpointing: bool,
     forward_only: bool,
     dtype: torch.dtype,
-    shard_dim1: Callable[[str, nn.Parameter], bool] | None = None,
+    needs_head: bool = False,
 ) -> nn.Module:
-    """Critic: the backbone with a bias-free linear head `score`, zero unless `path` holds one.
+    """Critic or reward model: the backbone with a bias-free linear head `score`.
+
+    The head is zero unless `path` holds one, which a reward model needs (`needs_head`).
 
     module(input_ids, position_ids, positions, cu_seqlens=None, attention_mask=None) -> [K] float32
     Arguments and errors as build_causal_lm's.
@@ -116,14 +118,14 @@ def build_value_model(
     module.score = nn.Linear(head.in_features, 1, bias=False, device="meta", dtype=dtype)
     module.config.num_labels = 1  # so that an export loads as a sequence classifier
     _replace(module, mesh, model_config, values)
-    _shard(module, mesh, model_config, fsdp_config, checkpointing, forward_only, shard_dim1)
+    _shard(module, mesh, model_config, fsdp_config, checkpointing, forward_only, None)
     _fill(
         module,
         path,
         mesh,
         fsdp_config,
-        source=(model_config, dtype),
-        optional=("score.weight",),
+        source=(model_config, dtype, needs_head),
+        optional=() if needs_head else ("score.weight",),
         ignored=(rf"^{name}\.",),
     )
     return module
@@ -137,10 +139,13 @@ def _on_meta(
     config = load_hf_config(path, model_config)
     if tied is not None:
         config.tie_word_embeddings = tied
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=model_config.trust_remote_code
-        )
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=model_config.trust_remote_code
+            )
+    except ValueError as error:  # an encoder, or an architecture that has code of its own
+        raise InputError(f"{path}: is no decoder that transformers knows: {error}") from error
 
 
 def _replace(
@@ -191,7 +196,7 @@ def _fill(
     mesh: Mesh,
     fsdp_config: FsdpConfig,
     *,
-    source: tuple[ModelConfig, torch.dtype],
+    source: tuple[ModelConfig, torch.dtype, bool],
     optional: tuple[str, ...] = (),
     ignored: tuple[str, ...] = (),
 ) -> None:
@@ -218,10 +223,13 @@ def _folder(path: str | Path) -> Path:
     return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.py"]))
 
 
-def _whole_on_host(path: str | Path, model_config: ModelConfig, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+def _whole_on_host(
+    path: str | Path, model_config: ModelConfig, dtype: torch.dtype, classifier: bool
+) -> nn.Module:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    loaded: Any = kind.from_pretrained(
         path,
         config=load_hf_config(path, model_config),
         dtype=dtype,

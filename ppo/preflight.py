@@ -74,6 +74,8 @@ def check_shapes(config: Config, dims: ParallelDims) -> list[Problem]:
     paths = {"model.path": config.model.path}
     if config.critic_enabled and config.critic.model.path != config.model.path:
         paths["critic.model.path"] = config.critic.model.path
+    if config.reward.model.enable and config.reward.model.path is not None:
+        paths["reward.model.path"] = config.reward.model.path
     for key, path in paths.items():
         shape = find_shape(path)
         if shape is not None:
@@ -170,23 +172,29 @@ def _models(
     config: Config, dims: ParallelDims, device_memory_gib: float
 ) -> tuple[list[str], list[Problem]]:
     """The models, and memory where their sizes are known."""
-    actor = find_shape(config.model.path)
-    critic = find_shape(config.critic.model.path) if config.critic_enabled else actor
-    if actor is None or critic is None:
-        path = config.model.path if actor is None else config.critic.model.path
-        return [f"memory: not checked, sizes of {path} are not known here"], []
+    paths = {"actor": config.model.path}
+    if config.critic_enabled:
+        paths["critic"] = config.critic.model.path
+    if config.reward.model.enable and config.reward.model.path is not None:
+        paths["reward model"] = config.reward.model.path
+    shapes, lines = {}, []
+    for name, path in paths.items():
+        shape = find_shape(path)
+        if shape is None:
+            return [f"memory: not checked, sizes of {path} are not known here"], []
+        shapes[name], source = shape
+        count = f", {_count(shape[0].num_params)} parameters" if name == "actor" else ""
+        lines.append(f"{name}: {path}{count} ({source})")
     plan = Plan(
         config=config,
         dims=dims,
-        actor=actor[0],
-        critic=critic[0],
+        actor=shapes["actor"],
+        critic=shapes.get("critic", shapes["actor"]),
+        reward_model=shapes.get("reward model"),
         cuda=config.trainer.device != "cpu",
         sglang=config.rollout.engine != "torch",
         device_bytes=device_memory_gib * GIB,
     )
-    lines = [f"actor: {config.model.path}, {_count(actor[0].num_params)} parameters ({actor[1]})"]
-    if config.critic_enabled:
-        lines.append(f"critic: {config.critic.model.path} ({critic[1]})")
     found = phases(plan)
     lines += [*_memory(plan, found), *_host(plan)]
     return lines, [*check_shapes(config, dims), *_not_fitting(plan, found)]
@@ -246,6 +254,8 @@ def _not_fitting(plan: Plan, found: list[Phase]) -> Iterator[Problem]:
 
 
 def _advice(plan: Plan, phase: Phase, largest: Item) -> str:
+    if phase.name == "reward model":
+        return "lower reward.model.max_token_len_per_gpu, or use more ranks"
     name = "critic" if phase.name == "train critic" else "actor"
     if "tokens)" in largest.name or largest.name in (
         "one layer forward and backward",

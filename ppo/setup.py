@@ -6,21 +6,24 @@ Owns construction only: no loop, no order of steps. Every rank calls everything 
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ppo.batch import Budget
 from ppo.collect import Collector, reward_request
-from ppo.config import Config
+from ppo.config import ActorConfig, Config, CriticConfig, FsdpConfig
 from ppo.data.dataset import Prompt, Prompts, Split, build_dataset
 from ppo.data.sampler import PromptSampler
 from ppo.data.tokenizer import load_tokenizer
 from ppo.engines.contract import stop_token_ids
 from ppo.learner import Frozen, Learner, make_optimizer
 from ppo.models import build_causal_lm, build_value_model, is_packable, load_hf_config
+from ppo.reward_model import RewardModel
 from ppo.rewards.contract import RewardError
 from ppo.rewards.pool import RewardPool
 from ppo.run import Run
@@ -37,8 +40,10 @@ if TYPE_CHECKING:  # --check answers without the seconds that transformers takes
 logger = logging.getLogger(__name__)
 
 
-def model_folder(path: str, run: Run) -> Path:
+def model_folder(path: str, run: Run, *, classifier: bool = False) -> Path:
     """The folder of a model: as given, from the hub, or `tiny` built into the run folder."""
+    if path == "tiny" and classifier:
+        return build_tiny_model(run.dir / "tiny_reward_model", classifier=True)
     if path == "tiny":
         return build_tiny_model(run.dir / "tiny_model")
     if Path(path).is_dir():
@@ -85,13 +90,16 @@ def load_prompts(config: Config, run: Run) -> PromptSets:
         trust_remote_code=config.model.trust_remote_code,
         custom_chat_template=config.model.custom_chat_template,
     )
-    need_source = config.reward.function.path is None
 
     def load(files: Sequence[str], split: Split) -> Prompts:
         if not files:
             return []
         return build_dataset(
-            files, tokenizer, config.data, split=split, need_data_source=need_source
+            files,
+            tokenizer,
+            config.data,
+            split=split,
+            need_data_source=config.reward.uses_builtin,
         )
 
     train = load(config.data.train_files, "train")
@@ -100,13 +108,14 @@ def load_prompts(config: Config, run: Run) -> PromptSets:
 
 @contextmanager
 def open_rewards(config: Config, run: Run, prompts: PromptSets) -> Iterator[RewardPool | None]:
-    """The scoring processes of this node, tried out; None where another rank holds them.
+    """The scoring processes of this node, tried out; None where another rank holds them, or
+    where the reward model scores alone.
 
     Raises ConfigError on every rank when the reward cannot work.
     """
     with ExitStack() as owned:
         pool, error = None, None
-        if run.mesh.local_rank == 0:
+        if run.mesh.local_rank == 0 and config.reward.uses_function:
             try:
                 pool = RewardPool(config.reward, log_path=run.dir / "logs" / "rewards.log")
                 owned.enter_context(pool)
@@ -123,6 +132,7 @@ def open_collector(
     config: Config, run: Run, prompts: PromptSets, actor: Frozen, pool: RewardPool | None
 ) -> Iterator[Collector]:
     """Start the engine, asleep, and put it together with tokenizer and rewards."""
+    reward_model = build_reward_model(config, run)
     folder = model_folder(config.model.path, run)
     engine = build_engine(config, run.mesh, folder, prompts.tokenizer, run.dir, module=actor.module)
     with closing(engine):
@@ -132,6 +142,7 @@ def open_collector(
             engine=engine,
             tokenizer=prompts.tokenizer,
             pool=pool,
+            reward_model=reward_model,
             stop_token_ids=_stop_token_ids(prompts, folder),
         )
 
@@ -194,18 +205,49 @@ def build_models(config: Config, run: Run, total_steps: int) -> Models:
         )
         critic = _learner("critic", module, config, run, total_steps)
     if config.ref_enabled:
-        param_dtype = config.ref.fsdp.mixed_precision.param_dtype
         module = build_causal_lm(
-            folder,
-            run.mesh,
-            model_config=config.model,
-            fsdp_config=config.ref.fsdp,
-            checkpointing=False,
-            forward_only=True,
-            dtype=getattr(torch, param_dtype),
+            folder, run.mesh, model_config=config.model, **_frozen_options(config.ref.fsdp)
         )
         ref = Frozen(module=module, device=run.mesh.device, param_offload=True)
     return Models(_learner("actor", actor, config, run, total_steps), critic, ref)
+
+
+def build_reward_model(config: Config, run: Run) -> RewardModel | None:
+    """The reward model, resting on the host; None where functions score alone."""
+    section = config.reward.model
+    if not section.enable:
+        return None
+    assert section.path is not None  # check_config has seen to it
+    folder = model_folder(section.path, run, classifier=True)
+    tokenizer = load_tokenizer(
+        folder,
+        trust_remote_code=config.model.trust_remote_code,
+        custom_chat_template=section.chat_template,
+        template_key="reward.model.chat_template",
+    )
+    module = build_value_model(
+        folder,
+        run.mesh,
+        model_config=replace(config.model, path=section.path, override_config={}),
+        needs_head=True,
+        **_frozen_options(section.fsdp),
+    )
+    model = Frozen(module=module, device=run.mesh.device, param_offload=True)
+    model.rest()
+    batcher = make_batcher(
+        config, run, model, _pad_id(tokenizer), tokens=section.max_token_len_per_gpu
+    )
+    return RewardModel(model=model, tokenizer=tokenizer, batcher=batcher)
+
+
+def _frozen_options(fsdp: FsdpConfig) -> dict[str, Any]:
+    """How a model is built that only runs forward."""
+    return {
+        "fsdp_config": fsdp,
+        "checkpointing": False,
+        "forward_only": True,
+        "dtype": getattr(torch, fsdp.mixed_precision.param_dtype),
+    }
 
 
 def _learner(name: str, module: nn.Module, config: Config, run: Run, total_steps: int) -> Learner:
@@ -233,36 +275,45 @@ class Batchers(NamedTuple):
 
 def make_batchers(config: Config, run: Run, prompts: PromptSets, actor: Learner) -> Batchers:
     """Budgets of the updates and of the forward-only pass of the reference."""
-    sp, pad_id = run.mesh.dims.sp, prompts.tokenizer.pad_token_id
-    assert isinstance(pad_id, int), pad_id  # load_tokenizer has seen to it
-    packed = config.model.use_remove_padding and is_packable(actor.module)
-
-    def batcher(tokens: int, dynamic: bool, count: int | None) -> Batcher:
-        return Batcher(
-            mesh=run.mesh,
-            budget=Budget(
-                dp=run.mesh.dims.dp,
-                tokens=tokens * sp if dynamic else None,
-                count=None if dynamic else count,
-                padded=not packed,
-                balance=config.trainer.balance_batch,
-                hidden_size=actor.hf_config.hidden_size,
-            ),
-            packed=packed,
-            pad_id=pad_id,
-        )
-
-    count, dynamic = config.actor.ppo_micro_batch_size_per_gpu, config.actor.use_dynamic_bsz
-    critic = config.critic
+    batcher = partial(make_batcher, config, run, actor, _pad_id(prompts.tokenizer))
     return Batchers(
-        actor=batcher(config.actor.ppo_max_token_len_per_gpu, dynamic, count),
-        critic=batcher(
-            critic.ppo_max_token_len_per_gpu,
-            critic.use_dynamic_bsz,
-            critic.ppo_micro_batch_size_per_gpu,
-        ),
-        ref=batcher(config.ref.log_prob_max_token_len_per_gpu, dynamic, count),
+        actor=batcher(tokens=config.actor.ppo_max_token_len_per_gpu),
+        critic=batcher(tokens=config.critic.ppo_max_token_len_per_gpu, section=config.critic),
+        ref=batcher(tokens=config.ref.log_prob_max_token_len_per_gpu),
     )
+
+
+def make_batcher(
+    config: Config,
+    run: Run,
+    model: Frozen,
+    pad_id: int,
+    *,
+    tokens: int,
+    section: ActorConfig | CriticConfig | None = None,
+) -> Batcher:
+    """The layout of one model's passes: `tokens` per rank, or the sequences that `section` says.
+
+    section: whose keys say how micro-batches are cut; None = the actor's.
+    """
+    section = section or config.actor
+    dynamic, dims = section.use_dynamic_bsz, run.mesh.dims
+    packed = config.model.use_remove_padding and is_packable(model.module)
+    budget = Budget(
+        dp=dims.dp,
+        tokens=tokens * dims.sp if dynamic else None,
+        count=None if dynamic else section.ppo_micro_batch_size_per_gpu,
+        padded=not packed,
+        balance=config.trainer.balance_batch,
+        hidden_size=model.hf_config.hidden_size,
+    )
+    return Batcher(mesh=run.mesh, budget=budget, packed=packed, pad_id=pad_id)
+
+
+def _pad_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+    pad_id = tokenizer.pad_token_id
+    assert isinstance(pad_id, int), pad_id  # load_tokenizer has seen to it
+    return pad_id
 
 
 def total_steps_of(config: Config, sampler: PromptSampler) -> int:

@@ -30,30 +30,40 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tiny_model(folder: Path, seed: int = 0) -> Path:
+def build_tiny_model(folder: Path, seed: int = 0, *, classifier: bool = False) -> Path:
     """Write the HF folder of the tiny model unless it is there; returns `folder`.
+
+    classifier: a sequence classification model with one label instead of a causal LM.
 
     Every rank may call it at once: the first that is ready puts its folder there, all are equal.
     Raises InputError when the folder holds something else.
     """
     marker = folder / "tiny.json"
+    wanted = {"seed": seed} | ({"classifier": True} if classifier else {})
     if folder.exists():
         found = json.loads(marker.read_text()) if marker.is_file() else None
-        if found != {"seed": seed}:
-            raise InputError(f"{folder} is not the tiny model of seed {seed}: it holds {found}")
+        if found != wanted:
+            kind = "classifier" if classifier else "model"
+            raise InputError(f"{folder} is not the tiny {kind} of seed {seed}: it holds {found}")
         return folder
     with new_folder(folder) as beside:
-        _save_model(beside, seed)
+        _save_model(beside, seed, classifier)
         build_tiny_tokenizer().save_pretrained(beside)
-        (beside / marker.name).write_text(json.dumps({"seed": seed}))
+        (beside / marker.name).write_text(json.dumps(wanted))
     return folder
 
 
-def _save_model(folder: Path, seed: int) -> None:
+def _save_model(folder: Path, seed: int, classifier: bool) -> None:
     import torch
     from safetensors.torch import save_file
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+    from transformers import (
+        GenerationConfig,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen2ForSequenceClassification,
+    )
 
+    kind = Qwen2ForSequenceClassification if classifier else Qwen2ForCausalLM
     eos = 256 + SPECIAL_TOKENS.index("<|im_end|>")
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
@@ -68,11 +78,13 @@ def _save_model(folder: Path, seed: int) -> None:
         bos_token_id=None,
         eos_token_id=eos,
         dtype="float32",
-        architectures=["Qwen2ForCausalLM"],
+        architectures=[kind.__name__],
     )
+    if classifier:
+        config.num_labels = 1
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config).float()
+        model = kind(config).float()
     tensors = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}  # tied
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)

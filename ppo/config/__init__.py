@@ -3,6 +3,7 @@
 from ppo.config.cli import Options, parse_args
 from ppo.config.fields import ConfigError, Problem
 from ppo.config.load import changed_keys, find_config, from_yaml, load_config, to_yaml
+from ppo.config.reward import RewardConfig
 from ppo.config.root import Config
 from ppo.config.sections import (
     AlgorithmConfig,
@@ -11,7 +12,6 @@ from ppo.config.sections import (
     KlControlConfig,
     ModelConfig,
     ParallelConfig,
-    RewardConfig,
     RolloutConfig,
     TrainerConfig,
 )

@@ -27,7 +27,7 @@ CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 # parallelism; and what changes neither samples nor gradients (memory, time limits, folders).
 MAY_CHANGE = (
     *("check.*", "parallel.*", "data.val_*", "*.fsdp.[!m]*", "*.checkpoint.*"),
-    *("*.ppo_micro_batch_size_per_gpu", "*.use_dynamic_bsz", "*_max_token_len_per_gpu"),
+    *("*.ppo_micro_batch_size_per_gpu", "*.use_dynamic_bsz", "*max_token_len_per_gpu"),
     *("*.ulysses_sequence_parallel_size", "trainer.balance_batch"),
     *("model.enable_gradient_checkpointing", "model.enable_activation_offload"),
     *("reward.num_workers", "rollout.tensor_model_parallel_size"),

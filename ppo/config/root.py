@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppo.config.fields import Section
+from ppo.config.reward import RewardConfig
 from ppo.config.sections import (
     AlgorithmConfig,
     CheckConfig,
     DataConfig,
     ModelConfig,
     ParallelConfig,
-    RewardConfig,
     RolloutConfig,
     TrainerConfig,
 )

@@ -124,34 +124,6 @@ class ModelConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardFunctionConfig(Section):
-    """A scorer of the user."""
-
-    path: str | None = None
-    """Python file; null = built-in scorers, picked by data_source"""
-    name: str = "compute_score"
-    """name of the function in that file"""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """extra keyword arguments of every call"""
-    style: Literal["verl", "trl"] = "verl"
-    """verl: one sample per call; trl: f(prompts, completions, **columns) -> list"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig(Section):
-    """Scoring of responses."""
-
-    function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
-    """scorer of your own"""
-    num_workers: PositiveInt = 8
-    """scoring processes of a node"""
-    timeout_s: Positive = 60.0
-    """time limit of one sample, seconds; a sample over it is masked out of the loss"""
-    max_failed_fraction: UnitInterval = 0.1
-    """the run ends when a larger share of a step's samples could not be scored"""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ValKwargsConfig(Section):
     """Sampling in validation."""
 

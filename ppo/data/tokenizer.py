@@ -17,11 +17,13 @@ def load_tokenizer(
     *,
     trust_remote_code: bool = False,
     custom_chat_template: str | None = None,
+    template_key: str = "model.custom_chat_template",
 ) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of an HF folder or hub name.
 
     Args:
         custom_chat_template: Jinja text that replaces the tokenizer's own.
+        template_key: the key that it comes from, for the message.
 
     Raises:
         DataError: there is no tokenizer, or it has no chat template.
@@ -38,7 +40,7 @@ def load_tokenizer(
         raise DataError(
             path,
             "the tokenizer has no chat template; use an instruction-tuned model's, or set "
-            "model.custom_chat_template (for prompts as plain text: "
+            f"{template_key} (for prompts as plain text: "
             "\"{% for m in messages %}{{ m['content'] }}{% endfor %}\")",
         )
     if tokenizer.pad_token_id is None:

@@ -182,7 +182,7 @@ def test_a_key_of_another_trainer_says_what_replaces_it(path, advice):
 
 @pytest.mark.parametrize(
     "override",
-    ["model.lora_rank=8", "guards.preset=strict", "guards.rules=[]", "reward.model.enable=true",
+    ["model.lora_rank=8", "guards.preset=strict", "guards.rules=[]", "reward.normalize=true",
      "algorithm.filter_groups.enable=true", "trainer.alarms.memory=0.9",
      "algorithm.adv_estimator=rloo", "actor.kl_loss_type=full", "trainer.logger=[console, wandb]"],
 )  # fmt: skip
@@ -265,7 +265,9 @@ def test_ref_and_critic_follow_the_actor_unless_they_say_otherwise():
 def test_no_derived_key_is_none_after_loading():
     values = flatten(load())
     nullable = {"critic.ppo_micro_batch_size_per_gpu"}
-    inherited_nulls = {"ref.fsdp.sharding_strategy", "critic.fsdp.sharding_strategy"}
+    inherited_nulls = {
+        f"{name}.fsdp.sharding_strategy" for name in ("ref", "critic", "reward.model")
+    }
     for path, key in schema().items():
         if key.derive and path not in nullable | inherited_nulls:
             assert values[path] is not None, path
@@ -313,6 +315,7 @@ def test_a_resume_may_change_sharding_and_lengths_but_not_the_algorithm():
         "actor.fsdp.mixed_precision.param_dtype: 'bfloat16' -> 'float32'",
         "ref.fsdp.mixed_precision.param_dtype: 'bfloat16' -> 'float32'",
         "critic.fsdp.mixed_precision.param_dtype: 'bfloat16' -> 'float32'",
+        "reward.model.fsdp.mixed_precision.param_dtype: 'bfloat16' -> 'float32'",
         "rollout.n: 1 -> 2",
     ]
 

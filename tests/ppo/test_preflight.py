@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ppo.config import Config, ConfigError, load_config, parse_args
-from ppo.memory_plan import GIB, Plan, kv_cache, micro_tokens, phases
+from ppo.memory_plan import GIB, Plan, host_bytes, kv_cache, micro_tokens, phases
 from ppo.model_shapes import TINY, ModelShape, find_shape, parse_shape
 from ppo.preflight import check_shapes, run_check
 
@@ -56,7 +56,12 @@ def shape_of(path: str) -> ModelShape:
 
 
 def plan(
-    *overrides: str, model: str = "tiny", ranks: int = 8, nodes: int = 1, gib: float = 80
+    *overrides: str,
+    model: str = "tiny",
+    reward_model: str | None = None,
+    ranks: int = 8,
+    nodes: int = 1,
+    gib: float = 80,
 ) -> Plan:
     config: Config = load_config(None, [*REQUIRED, *overrides])
     return Plan(
@@ -64,6 +69,7 @@ def plan(
         dims=config.dims(ranks * nodes, ranks),
         actor=shape_of(model),
         critic=shape_of(model),
+        reward_model=shape_of(reward_model) if reward_model else None,
         cuda=config.trainer.device != "cpu",
         sglang=config.rollout.engine != "torch",
         device_bytes=gib * GIB,
@@ -77,6 +83,20 @@ def peak(plan: Plan, phase: str) -> float:
 def item(plan: Plan, phase: str, name: str) -> float:
     (found,) = [p for p in phases(plan) if p.name == phase]
     return sum(entry.bytes for entry in found.items if entry.name.startswith(name))
+
+
+def test_a_reward_model_is_on_the_device_only_while_it_scores():
+    seven_b = plan(model="Qwen/Qwen2.5-7B-Instruct", reward_model="Qwen/Qwen2.5-7B-Instruct")
+    shape = shape_of("Qwen/Qwen2.5-7B-Instruct")
+    # bfloat16 over 8 ranks, without the output head, with a value head
+    params = (shape.num_params - shape.embedding_params + shape.hidden_size) * 2 / 8
+    for phase in phases(seven_b):
+        held = item(seven_b, phase.name, "reward model parameters")
+        assert held == (pytest.approx(params) if phase.name == "reward model" else 0), phase.name
+    on_host = next(x for x in host_bytes(seven_b) if x.name == "reward model parameters")
+    assert on_host.bytes == pytest.approx(8 * params)
+    assert item(seven_b, "reward model", "log-probs") == 0
+    assert "reward model" not in [phase.name for phase in phases(plan())]
 
 
 @pytest.mark.parametrize("path", PUBLISHED)
