@@ -8,7 +8,7 @@ One iteration, on every rank, in this order (the numbers of the README's figure)
     1 generate    the engine gets the actor's weights, samples, and gives its memory back
     2 score       rewards; a sample whose reward failed is masked out
     3 log-probs   old (actor) and ref log-probs, values (critic): forward passes only
-    4 advantages  KL penalty in the reward, then GAE or GRPO, over the whole batch
+    4 advantages  KL penalty in the reward, then GAE, GRPO, ..., over the whole batch
     5 critic      mini-batches -> micro-batches -> one optimizer step each
     6 actor       the same, with the clipped policy loss
     7 finish      log, maybe validate, maybe save
@@ -27,10 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ppo.advantages import gae, grpo, masked_mean, masked_whiten
+from ppo.advantages import gae, masked_mean, masked_whiten
 from ppo.batch import RolloutBatch
 from ppo.config import (
     Config,
@@ -44,6 +43,7 @@ from ppo.config import (
 )
 from ppo.data.sampler import PromptSampler
 from ppo.errors import InputError
+from ppo.estimators import advantages_without_critic
 from ppo.kl import KLController, kl_estimate, make_kl_controller, token_rewards
 from ppo.losses import effective_sample_size, rollout_weights
 from ppo.metrics import Metrics
@@ -156,8 +156,7 @@ def train(config: Config, run: Run) -> None:
             with metrics.timed("step"):
                 # 1 generate: weights go to the engine, whose memory comes back afterwards
                 with metrics.timed("gen"), collector.awake(actor, metrics):
-                    params = collector.training_params(step)
-                    batch = collector.sample(sampler.next_batch(), params, config.rollout.n)
+                    batch = collector.sample_training(sampler.next_batch(), step)
                 # 2 score
                 with metrics.timed("reward"):
                     collector.score(batch, metrics)
@@ -259,14 +258,7 @@ def add_advantages(
         )
         batch.advantages = masked_whiten(advantages, mask)
     else:
-        scored = ~batch.failed
-        per_sequence = torch.zeros(len(scored))
-        per_sequence[scored] = grpo(
-            batch.rewards.sum(-1)[scored],
-            batch.group_ids[scored],
-            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-        )
-        batch.advantages = per_sequence[:, None] * mask  # [B, T]
+        batch.advantages = advantages_without_critic(batch, algorithm)
     correction = algorithm.rollout_correction
     if correction.rollout_is is not None or correction.icepop is not None:
         assert batch.old_logprobs is not None

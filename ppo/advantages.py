@@ -97,18 +97,123 @@ def grpo(scores: Tensor, group_ids: Tensor, *, norm_by_std: bool) -> Tensor:
     Returns:
         [B].
     """
+    groups = _Groups(group_ids)
     exact = scores.double()  # equal scores must give 0, not their rounding error over 1e-6
-    _, group = group_ids.unique(return_inverse=True)  # [B]
-    sizes = torch.bincount(group)  # [G]
-    mean = exact.new_zeros(sizes.shape).index_add_(0, group, exact) / sizes
-    mean = torch.where(sizes > 1, mean, 0.0)
-    centred = exact - mean[group]
+    centred = exact - groups.mean(exact)
     if norm_by_std:
-        square_sum = exact.new_zeros(sizes.shape).index_add_(0, group, centred.square())
-        std = (square_sum / (sizes - 1).clamp(min=1)).sqrt()
-        std = torch.where(sizes > 1, std, 1.0)
-        centred = centred / (std[group] + 1e-6)
+        square_sum = groups.sum(centred.square())
+        std = (square_sum / (groups.sizes - 1).clamp(min=1)).sqrt()
+        centred = centred / (torch.where(groups.sizes > 1, std, 1.0) + 1e-6)
     return centred.to(at_least_float32(scores).dtype)
+
+
+def rloo(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """Score minus the mean of the other sequences of the prompt (RLOO, arXiv 2402.14740).
+
+    Which is n / (n - 1) x (score - mean of all n). A group of one is left as it is.
+
+    Args and result: [B] and integers [B], as for `grpo`; a score that is not finite spoils its
+    group.
+    """
+    groups = _Groups(group_ids)
+    exact, n = scores.double(), groups.sizes.double()
+    scale = torch.where(n > 1, n / (n - 1).clamp(min=1), 1.0)
+    return (scale * (exact - groups.mean(exact))).to(at_least_float32(scores).dtype)
+
+
+def opo(scores: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
+    """Score minus the length-weighted mean of the prompt's sequences (OPO, arXiv 2505.23585).
+
+    The baseline of least variance for token gradients that are alike. A group of one keeps
+    baseline 0.
+
+    Args:
+        scores: [B].
+        lengths: counted tokens of each response, [B].
+        group_ids: integers [B], as for `grpo`.
+
+    Returns:
+        [B].
+    """
+    groups = _Groups(group_ids)
+    exact, weights = scores.double(), lengths.double()
+    baseline = groups.sum(weights * exact) / groups.sum(weights).clamp(min=1.0)
+    baseline = torch.where(groups.sizes > 1, baseline, 0.0)
+    return (exact - baseline).to(at_least_float32(scores).dtype)
+
+
+def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """Discounted rewards to go, whitened over the whole batch (REINFORCE++, arXiv 2501.03262).
+
+    Args:
+        rewards: [B, T], KL penalty included.
+        mask: bool [B, T].
+        gamma: discount per counted token.
+
+    Returns:
+        [B, T].
+    """
+    return masked_whiten(rewards_to_go(rewards, mask, gamma=gamma), mask)
+
+
+def reinforce_plus_plus_baseline(scores: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
+    """Score minus the prompt's mean at every token, whitened over the batch (arXiv 2501.03262).
+
+    A group of one keeps mean 0.
+
+    Args:
+        scores: [B].
+        group_ids: integers [B], as for `grpo`.
+        mask: bool [B, T].
+
+    Returns:
+        [B, T].
+    """
+    centred = grpo(scores, group_ids, norm_by_std=False)
+    return masked_whiten(centred[:, None].expand(mask.shape), mask)
+
+
+def remax(rewards: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
+    """Rewards to go minus the score of the greedy response (ReMax, arXiv 2310.10505, algorithm 1).
+
+    Args:
+        rewards: [B, T], KL penalty included.
+        greedy_scores: of the greedy response to each sequence's prompt, [B].
+        mask: bool [B, T].
+
+    Returns:
+        [B, T], 0 where `mask` is False.
+    """
+    to_go = rewards_to_go(rewards, mask, gamma=1.0)
+    return _zero_outside(to_go - greedy_scores[:, None], mask)
+
+
+def rewards_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """sum over counted u >= t of gamma^(u - t) r_u, where u - t counts counted tokens; [B, T]."""
+    rewards = _zero_outside(rewards, mask)
+    result = torch.zeros_like(rewards)
+    running = rewards.new_zeros(rewards.shape[0])  # [B]
+    for t in reversed(range(rewards.shape[1])):
+        running = torch.where(mask[:, t], rewards[:, t] + gamma * running, running)
+        result[:, t] = running
+    return _zero_outside(result, mask)
+
+
+class _Groups:
+    """Sums over the sequences of a prompt, given back for each sequence."""
+
+    def __init__(self, group_ids: Tensor) -> None:
+        _, self._group, counts = group_ids.unique(return_inverse=True, return_counts=True)
+        self.sizes = counts[self._group]  # [B]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """[B] -> [B]."""
+        totals = x.new_zeros(x.shape).index_add_(0, self._group, x)  # a group's at its number
+        return totals[self._group]
+
+    def mean(self, x: Tensor) -> Tensor:
+        """[B] -> [B]; 0 in a group of one."""
+        return torch.where(self.sizes > 1, self.sum(x) / self.sizes, 0.0)
 
 
 def _zero_outside(x: Tensor, mask: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class RolloutBatch:
     rollout_logprobs: Tensor  # [B, T] float32, from the engine
     scores: Tensor  # [B] float32, from the rewards
     failed: Tensor  # [B] bool, the reward raised, timed out or was not finite
+    greedy: "RolloutBatch | None" = None  # ReMax: one response per prompt, to compare with
     old_logprobs: Tensor | None = None  # [B, T] trainer, before the update
     ref_logprobs: Tensor | None = None  # [B, T]
     values: Tensor | None = None  # [B, T] critic, before the update

@@ -21,6 +21,8 @@ from sharding.dims import ParallelDims
 
 # where this project keeps models and checkpoints: never the name of an organisation
 _LOCAL_FOLDERS = ("models", "runs", "data")
+# estimators whose baseline comes from the other responses to the prompt
+_COMPARING = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 _DEGREE_KEYS = {
     "sp": "actor.ulysses_sequence_parallel_size",
     "fsdp_size": "actor.fsdp.fsdp_size",
@@ -140,11 +142,11 @@ def _estimator(config: Config) -> Iterator[Problem]:
             "algorithm.adv_estimator gae needs a critic",
             "leave it out, or use algorithm.adv_estimator=grpo",
         )
-    if estimator == "grpo" and config.rollout.n == 1 and not config.trainer.val_only:
+    if estimator in _COMPARING and config.rollout.n == 1 and not config.trainer.val_only:
         yield Problem(
             "rollout.n",
             1,
-            "algorithm.adv_estimator grpo compares the responses of a prompt",
+            f"algorithm.adv_estimator {estimator} compares the responses of a prompt",
             "use rollout.n=8 or so",
         )
     if config.rollout.temperature == 0 and not config.trainer.val_only:

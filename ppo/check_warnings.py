@@ -66,6 +66,11 @@ def _micro_batches(name: str, section: ActorConfig | CriticConfig) -> Iterator[s
 
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm, control = config.algorithm, config.algorithm.kl_ctrl
+    estimator = algorithm.adv_estimator
+    if algorithm.gamma != 1 and estimator not in ("gae", "reinforce_plus_plus"):
+        yield f"algorithm.gamma has no effect with adv_estimator {estimator}"
+    if algorithm.lam != 1 and estimator != "gae":
+        yield f"algorithm.lam has no effect with adv_estimator {estimator}"
     if algorithm.use_kl_in_reward and config.actor.use_kl_loss:
         yield "algorithm.use_kl_in_reward and actor.use_kl_loss: the KL penalty counts twice"
     if algorithm.use_kl_in_reward and control.type == "fixed" and control.kl_coef == 0:
@@ -105,6 +110,8 @@ def _rollout(config: Config) -> Iterator[str]:
             yield "rollout.engine_kwargs has no effect with rollout.engine torch"
         if rollout.enforce_eager:
             yield "rollout.enforce_eager has no effect with rollout.engine torch"
+        if not rollout.free_cache_engine:
+            yield "rollout.free_cache_engine has no effect: rollout.engine torch always frees"
     if config.parallel.align_to_rollout and rollout.tensor_model_parallel_size == 1:
         yield ("parallel.align_to_rollout has no effect with rollout.tensor_model_parallel_size 1")
 

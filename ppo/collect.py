@@ -59,13 +59,6 @@ class Collector:
         for name, value in self.engine.stats.items():
             metrics.add(name, value, 1)
 
-    def training_params(self, step: int) -> SamplingParams:
-        """Sampling of iteration `step`."""
-        rollout = self.config.rollout
-        return self._params(
-            step, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
-        )
-
     def validation_params(self, step: int) -> SamplingParams:
         """Sampling of the validation after `step` iterations."""
         val = self.config.rollout.val_kwargs
@@ -83,6 +76,18 @@ class Collector:
             seed=self.config.trainer.seed,
             step=step,
         )
+
+    def sample_training(self, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
+        """rollout.n responses to each prompt for iteration `step`, with ReMax's greedy ones."""
+        rollout = self.config.rollout
+        params = self._params(
+            step, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
+        )
+        batch = self.sample(prompts, params, rollout.n)
+        if self.config.algorithm.adv_estimator == "remax":
+            greedy = self._params(step, temperature=0.0, top_p=1.0, top_k=-1)
+            batch.greedy = self.sample(prompts, greedy, 1)
+        return batch
 
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> RolloutBatch:
         """n responses to each prompt, in prompt-major order."""
@@ -105,6 +110,9 @@ class Collector:
             with metrics.timed("reward_model"):
                 scores = self.reward_model.score(batch.prompts, texts, self.run)
             failures += self._add_model_scores(batch, scores, metrics)
+        if batch.greedy is not None:
+            self.score(batch.greedy, Metrics())
+            failures += self._compare_with_greedy(batch, batch.greedy, metrics)
         batch.scores[batch.failed] = 0.0
         batch.response_mask &= ~batch.failed[:, None]
         metrics.set("reward/failed", sum(r.failed != "timeout" for r in failures))
@@ -142,6 +150,17 @@ class Collector:
             RewardResult(None, "error", f"the reward model's score is {score}")
             for score in scores[bad].tolist()
         ]
+
+    def _compare_with_greedy(
+        self, batch: RolloutBatch, greedy: RolloutBatch, metrics: Metrics
+    ) -> list[RewardResult]:
+        """A sample whose greedy sibling has no score has nothing to be compared with: it fails."""
+        scored = ~greedy.failed
+        metrics.add("reward/greedy_score", greedy.scores[scored].sum().item(), int(scored.sum()))
+        alone = greedy.failed[batch.group_ids] & ~batch.failed
+        batch.failed |= alone
+        message = "the reward of the greedy response to the same prompt failed"
+        return [RewardResult(None, "error", message)] * int(alone.sum())
 
     def _function_results(self, batch: RolloutBatch, texts: Sequence[str]) -> list[RewardResult]:
         """Results of all samples, in order, on every rank; every node scores its share."""

@@ -172,7 +172,7 @@ def _engine_weights(plan: Plan) -> float:
 
 def _engine_kept(plan: Plan) -> Iterator[Item]:
     """What an engine that does not give memory back holds while training."""
-    if not plan.config.rollout.free_cache_engine:
+    if plan.sglang and not plan.config.rollout.free_cache_engine:
         yield Item("engine weights", _engine_weights(plan))
         yield Item("KV cache", kv_cache(plan)[1])
 

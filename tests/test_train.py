@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,98 @@ def test_the_first_ratio_of_an_iteration_is_exactly_one(tmp_path):
         assert row["actor/ppo_kl"] == 0.0
         assert row["actor/ppo_kl_k3"] == 0.0
         assert row["actor/pg_clipfrac"] == 0.0
+
+
+def train_without_critic(
+    rank: int, world_size: int, jobs: dict[str, Path]
+) -> dict[str, RolloutBatch]:
+    """One iteration of each estimator with a reward that fails for some; its batch."""
+    seen: list[RolloutBatch] = []
+    update = train_ppo.update_actor
+
+    def spy(actor: Any, batch: RolloutBatch, *rest: Any) -> None:
+        seen.append(batch)
+        update(actor, batch, *rest)
+
+    train_ppo.update_actor = spy
+    try:
+        for name, folder in jobs.items():
+            overrides = [
+                *BASE,
+                *(f"algorithm.adv_estimator={name}", "algorithm.use_kl_in_reward=false"),
+                *("rollout.n=3", "trainer.total_training_steps=1", "data.val_files=[]"),
+                f"reward.function.path={folder.parent / 'reward.py'}",
+                "reward.max_failed_fraction=1",
+                f"trainer.default_local_dir={folder}",
+            ]
+            config = load_config("ppo_tiny.yaml", overrides)
+            mesh = build_mesh(config.dims(world_size, world_size), torch.device("cpu"))
+            with Run(config, mesh, command=["test"]) as run:
+                train_ppo.train(config, run)
+    finally:
+        train_ppo.update_actor = update
+    return dict(zip(jobs, seen, strict=True))
+
+
+FAILS_AT_FIVES = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1 / ((len(solution_str) + len(ground_truth)) % 5) + len(ground_truth)
+"""
+
+
+@pytest.mark.distributed
+def test_every_estimator_without_a_critic_trains_on_what_it_is_defined_to_be(tmp_path):
+    (tmp_path / "reward.py").write_text(FAILS_AT_FIVES)
+    names = ("rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax")
+    for batches in run_distributed(train_without_critic, 2, {n: tmp_path / n for n in names}):
+        first = batches["rloo"]
+        for batch in batches.values():
+            assert batch.response_ids == first.response_ids and len(batch.scores) == 48
+            assert 0 < batch.failed.sum() < 48 and batch.advantages is not None
+            assert not batch.advantages[batch.failed].any()
+        kept = [i for i in range(48) if not batches["rloo"].failed[i]]
+        centred = {}
+        for i in kept:
+            members = [j for j in kept if first.group_ids[j] == first.group_ids[i]]
+            others = [first.scores[j].item() for j in members if j != i]
+            score = first.scores[i].item()
+            assert_advantage(batches["rloo"], i, score - (sum(others) / max(1, len(others))))
+            lengths = [len(first.response_ids[j]) for j in members]
+            weighted = sum(
+                first.scores[j].item() * n for j, n in zip(members, lengths, strict=True)
+            ) / sum(lengths)
+            assert_advantage(batches["opo"], i, score - (weighted if others else 0.0))
+            mean = (sum(others) + score) / len(members)
+            centred[i] = score - (mean if others else 0.0)
+        assert_whitened(batches["reinforce_plus_plus_baseline"], centred)
+        # without a KL penalty and at gamma 1 the reward to go is the score
+        assert_whitened(batches["reinforce_plus_plus"], {i: first.scores[i].item() for i in kept})
+        remax, greedy = batches["remax"], batches["remax"].greedy
+        assert greedy is not None and len(greedy.scores) == 16
+        for i in range(48):
+            group = int(remax.group_ids[i])
+            assert remax.failed[i] == (first.failed[i] or greedy.failed[group])
+            if not remax.failed[i]:
+                difference = first.scores[i] - greedy.scores[group]
+                assert_advantage(remax, i, difference.item())
+    row = rows_of(tmp_path / "remax")[0]
+    assert row["reward/greedy_score"] > 0 and row["reward/failed"] == remax.failed.sum()
+    assert "critic/vf_loss" not in row and row["actor/grad_norm"] > 0
+
+
+def assert_advantage(batch: RolloutBatch, i: int, expected: float) -> None:
+    """Every token of sequence i has this advantage."""
+    assert batch.advantages is not None
+    found = batch.advantages[i][batch.response_mask[i]].tolist()
+    assert found == pytest.approx([expected] * len(batch.response_ids[i]), abs=1e-5)
+
+
+def assert_whitened(batch: RolloutBatch, scores: dict[int, float]) -> None:
+    """The scores at every token of their sequences, whitened over all tokens."""
+    tokens = [s for i, s in scores.items() for _ in batch.response_ids[i]]
+    mean, std = statistics.fmean(tokens), statistics.stdev(tokens)
+    for i, score in scores.items():
+        assert_advantage(batch, i, (score - mean) / std)
 
 
 @pytest.mark.distributed

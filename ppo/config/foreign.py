@@ -138,13 +138,6 @@ NOT_BUILT = {
 }
 
 NOT_BUILT_VALUES = {
-    "algorithm.adv_estimator": {
-        "rloo",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "remax",
-        "opo",
-    },
     "actor.kl_loss_type": {"full"},
     "trainer.logger": {"wandb", "mlflow", "swanlab"},
 }

@@ -23,6 +23,15 @@ from ppo.config.fields import (
 )
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+AdvEstimator = Literal[
+    "gae",
+    "grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+]
 KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 LoggerName = Literal["console", "jsonl", "tensorboard"]
 
@@ -215,10 +224,11 @@ class RolloutCorrectionConfig(Section):
 class AlgorithmConfig(Section):
     """Advantages and the KL penalty in the reward."""
 
-    adv_estimator: Literal["gae", "grpo"] = "gae"
-    """gae needs a critic; grpo needs rollout.n > 1"""
+    adv_estimator: AdvEstimator = "gae"
+    """gae has a critic; remax samples one greedy response more per prompt; grpo, rloo, opo and
+    reinforce_plus_plus_baseline compare responses and need rollout.n > 1"""
     gamma: UnitInterval = 1.0
-    """discount"""
+    """discount of gae and reinforce_plus_plus"""
     lam: UnitInterval = 1.0
     """GAE's lambda"""
     norm_adv_by_std_in_grpo: bool = True

@@ -7,7 +7,17 @@ import statistics
 import pytest
 import torch
 
-from ppo.advantages import gae, grpo, masked_mean, masked_whiten
+from ppo.advantages import (
+    gae,
+    grpo,
+    masked_mean,
+    masked_whiten,
+    opo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+)
 from tests.distributed import run_distributed
 
 LENGTHS = [7, 1, 4, 9, 0, 2]
@@ -170,3 +180,80 @@ def test_grpo_by_hand() -> None:
 def test_grpo_of_equal_scores_is_zero() -> None:
     scores = torch.full((4,), 0.3)
     assert grpo(scores, torch.zeros(4, dtype=torch.long), norm_by_std=True).abs().max() < 1e-6
+
+
+def shuffled_groups(seed: int) -> tuple[list[float], list[int], list[int]]:
+    """Scores, lengths and groups (of 4, 3, 2 and 1) in mixed order."""
+    source = random.Random(seed)
+    groups = [3, 3, 3, 3, 8, 8, 8, 11, 5, 5]
+    source.shuffle(groups)
+    lengths = [source.randint(1, 9) for _ in groups]
+    return [source.uniform(-2, 2) for _ in groups], lengths, groups
+
+
+def test_rloo_subtracts_the_mean_of_the_others() -> None:
+    scores, _, groups = shuffled_groups(1)
+    result = rloo(torch.tensor(scores, dtype=torch.float64), torch.tensor(groups))
+    for i, group in enumerate(groups):
+        others = [
+            s for j, (s, g) in enumerate(zip(scores, groups, strict=True)) if g == group and j != i
+        ]
+        expected = scores[i] - (statistics.fmean(others) if others else 0.0)
+        assert float(result[i]) == pytest.approx(expected, rel=1e-12)
+    assert rloo(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([7, 7, 7])).tolist() == [1, -0.5, -0.5]
+    assert rloo(torch.full((3,), 0.1), torch.zeros(3, dtype=torch.long)).abs().max() < 1e-12
+
+
+def test_opo_weighs_the_baseline_by_length() -> None:
+    scores, lengths, groups = shuffled_groups(2)
+    result = opo(
+        torch.tensor(scores, dtype=torch.float64), torch.tensor(lengths), torch.tensor(groups)
+    )
+    for i, group in enumerate(groups):
+        members = [j for j, g in enumerate(groups) if g == group]
+        weighted = sum(lengths[j] * scores[j] for j in members) / sum(lengths[j] for j in members)
+        expected = scores[i] - (weighted if len(members) > 1 else 0.0)
+        assert float(result[i]) == pytest.approx(expected, rel=1e-12)
+    by_hand = opo(torch.tensor([1.0, 0.0]), torch.tensor([1, 3]), torch.tensor([0, 0]))
+    assert by_hand.tolist() == [0.75, -0.25]
+    empty = opo(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([0, 0]))
+    assert empty.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_reinforce_plus_plus_whitens_discounted_rewards_to_go(holes: bool, gamma: float) -> None:
+    rewards, _, mask = ragged(7, holes=holes)
+    to_go: list[float] = []
+    for row in range(len(LENGTHS)):
+        r = [float(rewards[row, t]) for t in range(WIDTH) if mask[row, t]]
+        to_go += [sum(gamma ** (u - t) * r[u] for u in range(t, len(r))) for t in range(len(r))]
+    mean, variance = statistics.fmean(to_go), statistics.variance(to_go)
+    result = reinforce_plus_plus(rewards, mask, gamma=gamma)
+    expected = [(x - mean) / math.sqrt(variance + 1e-8) for x in to_go]
+    assert counted(result, mask) == pytest.approx(expected, rel=1e-9)
+    assert (result[~mask] == 0).all()
+
+
+def test_reinforce_plus_plus_baseline_whitens_scores_around_the_prompts_mean() -> None:
+    _, _, mask = ragged(8)
+    scores, groups = [1.0, 0.0, 3.0, 1.0, 7.0, -2.0], [0, 0, 1, 1, 2, 2]
+    centred = [0.5, -0.5, 1.0, -1.0, 4.5, -4.5]
+    each = [c for c, length in zip(centred, LENGTHS, strict=True) for _ in range(length)]
+    mean, std = statistics.fmean(each), math.sqrt(statistics.variance(each) + 1e-8)
+    result = reinforce_plus_plus_baseline(
+        torch.tensor(scores, dtype=torch.float64), torch.tensor(groups), mask
+    )
+    assert counted(result, mask) == pytest.approx([(c - mean) / std for c in each], rel=1e-9)
+    assert (result[~mask] == 0).all()
+
+
+def test_remax_subtracts_the_greedy_score_from_the_reward_to_go() -> None:
+    rewards, _, mask = ragged(9)
+    greedy = torch.linspace(-1, 1, len(LENGTHS), dtype=torch.float64)
+    result = remax(rewards, greedy, mask)
+    for row, length in enumerate(LENGTHS):
+        for t in range(length):
+            expected = math.fsum(rewards[row, t:length].tolist()) - float(greedy[row])
+            assert float(result[row, t]) == pytest.approx(expected, abs=1e-12)
+    assert (result[~mask] == 0).all()

@@ -43,6 +43,7 @@ def test_the_defaults_are_right():
          "critic.ulysses_sequence_parallel_size", ["share one mesh"]),
         (["critic.enable=false"], "critic.enable", ["needs a critic"]),
         (["algorithm.adv_estimator=grpo"], "rollout.n", ["grpo compares", "rollout.n=8"]),
+        (["algorithm.adv_estimator=rloo"], "rollout.n", ["rloo compares", "rollout.n=8"]),
         (["rollout.temperature=0"], "rollout.temperature", ["training needs samples"]),
         (["rollout.max_model_len=512"], "rollout.max_model_len", ["1024"]),
         (["model.use_remove_padding=false", "actor.ulysses_sequence_parallel_size=2"],
@@ -126,6 +127,10 @@ def test_all_problems_are_found_at_once():
         (["actor.checkpoint.save_contents=[model]"], "new Adam moments"),
         (["data.custom_cls.name=Rows"], "custom_cls.name has no effect"),
         (["trainer.critic_warmup=5", "trainer.total_training_steps=5"], "critic_warmup"),
+        (["rollout.engine=torch", "rollout.free_cache_engine=false"], "always frees"),
+        (["reward.model.path=tiny"], "without reward.model.enable"),
+        (["algorithm.adv_estimator=remax", "algorithm.gamma=0.9"], "adv_estimator remax"),
+        (["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.lam=0.9"], "algorithm.lam"),
     ],
 )  # fmt: skip
 def test_an_option_without_effect_is_warned_about(overrides, word):
