@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sharding.cells import Topology
 from sharding.dims import ParallelDims
+from sharding.mesh import new_group
 from sharding.plan import Stage
 
 # torch 2.14 has a new name for it and warns at the old one.
@@ -91,7 +92,7 @@ def make_links(
 
 def _new_link(ranks: Sequence[int], dims: ParallelDims, rank: int) -> Link | None:
     """A new group in the given order; None on ranks outside of it."""
-    group = dist.new_group(list(ranks), sort_ranks=False)
+    group = new_group(ranks)
     return _link(group, ranks, dims, rank) if rank in ranks else None
 
 

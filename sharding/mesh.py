@@ -40,7 +40,9 @@ class Mesh:
     """Where this rank stands, and the groups it talks over.
 
     Device groups use NCCL for CUDA tensors and gloo for CPU tensors. Groups with the same ranks in
-    the same order are one group, so that NCCL holds one communicator for them.
+    the same order are one group, so that NCCL holds one communicator for them; only sp has its own,
+    since what goes over one communicator waits for each other on any stream, and the exchange of
+    one layer's heads must not wait until the next layer is gathered.
     """
 
     dims: ParallelDims
@@ -205,7 +207,7 @@ def build_mesh(dims: ParallelDims, device: torch.device, *, host_timeout_s: floa
         host_group=host,
         shard_group=shard,
         replicate_group=replicate,
-        sp_group=groups.mine(dims.sp_rows()),
+        sp_group=groups.mine(dims.sp_rows(), shared=dims.sp == 1),
         dp_group=groups.mine(dims.dp_rows()),
         rollout_group=rollout,
         rollout_host_group=groups.mine(dims.rollout_rows(), host=True),
@@ -232,27 +234,38 @@ class _Groups:
         self._host_timeout = host_timeout
         self._made: dict[tuple[bool, tuple[int, ...]], ProcessGroup] = {}
 
-    def mine(self, rows: Sequence[Sequence[int]], *, host: bool = False) -> ProcessGroup:
+    def mine(
+        self, rows: Sequence[Sequence[int]], *, host: bool = False, shared: bool = True
+    ) -> ProcessGroup:
         """Make a group of every row, and return the one that this rank is in.
 
         All ranks make all rows. The order inside a row is kept: a plain DeviceMesh of permuted
         ranks would sort its group, and its coordinates would lie.
         """
+        made = self._made if shared else {}
         for row in rows:
             key = (host, tuple(row))
-            if key not in self._made:
-                self._made[key] = self._make(list(row), host)
+            if key not in made:
+                timeout = self._host_timeout if host else None
+                made[key] = new_group(row, host=host, timeout=timeout)
         row = next(row for row in rows if dist.get_rank() in row)
-        return self._made[host, tuple(row)]
+        return made[host, tuple(row)]
 
-    def _make(self, ranks: list[int], host: bool) -> ProcessGroup:
-        group = dist.new_group(
-            ranks,
-            backend="gloo" if host else None,
-            timeout=self._host_timeout if host else None,
-            sort_ranks=False,
-        )
-        return cast(ProcessGroup, group)
+
+def new_group(
+    ranks: Sequence[int], *, host: bool = False, timeout: timedelta | None = None
+) -> ProcessGroup:
+    """A group in the order given. Collective over all ranks, members or not.
+
+    host: for host tensors only. timeout: None = that of the default group; torch would take
+    30 minutes instead, whatever `init_distributed` was told.
+    """
+    if timeout is None:
+        default = dist.distributed_c10d._get_default_group()
+        timeout = default._get_backend(torch.device("cpu")).options._timeout
+    backend = "gloo" if host else None
+    group = dist.new_group(list(ranks), backend=backend, timeout=timeout, sort_ranks=False)
+    return cast(ProcessGroup, group)
 
 
 def _fsdp_mesh(

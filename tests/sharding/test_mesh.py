@@ -120,6 +120,8 @@ def _groups(rank: int, world_size: int) -> list[tuple]:
         assert mesh.fsdp.mesh_dim_names == (
             ("fsdp",) if dims.dp_replicate == 1 else ("dp_replicate", "fsdp")
         )
+    whole = build_mesh(ParallelDims(world_size=4, ranks_per_node=4, sp=4), torch.device("cpu"))
+    assert whole.sp_group is not whole.shard_group  # or heads would wait for gathered layers
     with pytest.raises(MeshError, match="possible: 1, 2, 4"):
         build_mesh(ParallelDims(world_size=4, ranks_per_node=4, fsdp_size=3), torch.device("cpu"))
     return seen
@@ -144,6 +146,16 @@ def test_groups_hold_the_ranks_of_their_axis_in_its_order():
         (1, 0),
         (0, 1, 1, 0),
     ]
+
+
+def test_groups_are_as_patient_as_the_default_group_and_only_host_groups_have_their_own_limit():
+    cpu, limits = torch.device("cpu"), []
+    with init_distributed(cpu, timeout_s=77):
+        dims = ParallelDims(world_size=1, ranks_per_node=1)
+        mesh = build_mesh(dims, cpu, host_timeout_s=88)
+        for group in (mesh.shard_group, mesh.rollout_group, mesh.host_group):
+            limits.append(group._get_backend(cpu).options._timeout.total_seconds())  # type: ignore
+    assert limits == [77, 77, 88]
 
 
 def test_plain_python_is_a_world_of_one_without_a_port():
