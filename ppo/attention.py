@@ -124,14 +124,11 @@ def varlen_kernel(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """torch.nn.attention.varlen: CUDA, half precision, head size up to 256, no softcap."""
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    if (
-        softcap is not None
-        or not half
-        or query.shape[-1] > 256
-        or query.shape[-1] != value.shape[-1]
-    ):
+    """torch.nn.attention.varlen where it can: CUDA, half precision, no softcap, heads of one size
+    that is a multiple of 8 up to 256. Elsewhere each document alone."""
+    size = query.shape[-1]
+    fits = size <= 256 and size % 8 == 0 and size == value.shape[-1]
+    if softcap is not None or not fits or query.dtype not in (torch.bfloat16, torch.float16):
         return sdpa_kernel(
             query, key, value, documents, scale=scale, window=window, softcap=softcap
         )
@@ -178,6 +175,7 @@ def flash_kernel(
         causal=True,
         window_size=_flash_window(window),
         softcap=softcap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 
 

@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ppo.attention import ATTENTION_NAME, Kernel, choose_kernel, make_documents, register
+from ppo.attention import (
+    ATTENTION_NAME,
+    Kernel,
+    choose_kernel,
+    make_documents,
+    register,
+    varlen_kernel,
+)
 from ppo.errors import InputError
 from ppo.logprobs import LogitTransform, Scores, token_logprobs
 from sharding.mesh import Mesh
@@ -60,6 +67,12 @@ def plan_forward(
             f"actor.ulysses_sequence_parallel_size={sp}: {(problems or [obstacle])[0]}"
         )
     if obstacle is None:
+        if kernel is varlen_kernel and getattr(config, "attn_logit_softcapping", None):
+            logger.warning(
+                "%s: its attention limits the scores, for which torch has no kernel: it is slow; "
+                "model.attn_implementation=flash_attention_2 has one",
+                type(module).__name__,
+            )
         register()
         module.set_attn_implementation(ATTENTION_NAME)
     else:

@@ -85,6 +85,10 @@ def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator
     random.seed(seed)
     if config.trainer.deterministic:
         torch.use_deterministic_algorithms(True)
+    if device.type == "cuda":
+        # torch prefers cuDNN's attention on Hopper and later, which makes a plan for every new
+        # shape (about half a second each); here every micro-batch has shapes of its own.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     with init_distributed(
         device,
         rank=launch.rank,
