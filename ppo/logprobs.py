@@ -143,17 +143,20 @@ def _column_slices(num_rows: int, num_columns: int, block_elements: int) -> Iter
         yield slice(start, min(start + width, num_columns))
 
 
-def _statistics_dtype(weight: Tensor) -> torch.dtype:
-    return torch.promote_types(weight.dtype, torch.float32)
+def _statistics_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in the statistics dtype. CUDA's matrix units add up in float32 anyway: keep that."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b).to(_statistics_dtype(a))
 
 
 def _block_logits(hidden: Tensor, weight: Tensor, options: _Options) -> Tensor:
     """u = transform(hidden @ weight.T) / temperature, new, [R, C], statistics dtype."""
-    if hidden.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
-        # The matrix units accumulate in float32 anyway: keep it instead of rounding the logits.
-        u = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    else:
-        u = torch.mm(hidden, weight.t()).to(_statistics_dtype(weight))
+    u = _product(hidden, weight.t())
     scale, softcap = options.transform
     if softcap is not None:
         return u.mul_(scale / softcap).tanh_().mul_(softcap / options.temperature)
@@ -211,7 +214,7 @@ def _row_backward(
         if weight.dtype == grad_hidden.dtype:
             grad_hidden.addmm_(grad_block, block)
         else:
-            grad_hidden.add_(torch.mm(grad_block, block))
+            grad_hidden.add_(_product(grad_block, block))
         if grad_weight is not None and accumulate:
             grad_weight[columns].addmm_(grad_block.t(), hidden)
         elif grad_weight is not None:
