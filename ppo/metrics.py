@@ -122,12 +122,12 @@ def _detached(value: Number) -> Number:
 
 
 def _larger(a: Number, b: Number) -> Number:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        device = a.device if isinstance(a, Tensor) else b.device  # pyright: ignore
-        return torch.maximum(
-            torch.as_tensor(a, dtype=torch.float64, device=device),
-            torch.as_tensor(b, dtype=torch.float64, device=device),
-        )
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.maximum(a, b)
+    if isinstance(a, Tensor):
+        return a.clamp(min=b)  # unlike a tensor of b, it needs no copy that the host waits for
+    if isinstance(b, Tensor):
+        return b.clamp(min=a)
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 

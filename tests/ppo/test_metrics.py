@@ -92,6 +92,8 @@ def test_flops_by_hand() -> None:
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
         ("NVIDIA H20", 148),
         ("NVIDIA GeForce RTX 4090", None),
         ("cpu", None),
