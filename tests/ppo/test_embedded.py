@@ -386,7 +386,6 @@ def samples_for_every_tp(rank: int, world_size: int) -> dict:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cuda_device_samples_what_the_cpu_samples_and_gets_its_memory_back():
     model, requests = make_model(CONFIGS["qwen2, tied"]), make_requests(6, samples=3)
     params = SamplingParams(max_new_tokens=20, stop_token_ids=tuple(range(20)), top_k=50, seed=1)
@@ -399,6 +398,7 @@ def test_a_cuda_device_samples_what_the_cpu_samples_and_gets_its_memory_back():
             drive(engine.wake(model))
             results.append([c.response_ids for c in run(engine, requests, params)])
             engine.close()
+            torch._C._cuda_clearCublasWorkspaces()  # of the first products; the allocator's too
             assert torch.cuda.memory_allocated() == before
     assert results[0] == results[1]
 

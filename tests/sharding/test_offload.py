@@ -124,7 +124,8 @@ def test_device_memory_is_free_while_a_module_and_its_optimizer_rest():
     used = torch.cuda.memory_allocated()
     offload_module(model)
     offload_optimizer(optimizer)
-    assert used - torch.cuda.memory_allocated() == 4 * 4 * 1024**2
+    step = 512  # the allocator's smallest block: the fused optimizer counts on the device
+    assert used - torch.cuda.memory_allocated() == 4 * 4 * 1024**2 + step
     assert model.weight.device.type == "cpu"
     assert model.weight.is_pinned()
     reload_module(model, torch.device("cuda", 0))

@@ -31,7 +31,6 @@ def test_pieces_count_from_the_first_row_and_column_that_is_held():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_offloaded_shards_come_to_the_device_one_parameter_at_a_time():
     out = torch.empty(8, dtype=torch.bfloat16, device="cuda")
     pieces = [Piece(0, 1, 2, 2, 2), Piece(1, 0, 0, 2, 1), Piece(0, 4, 0, 1, 2)]
