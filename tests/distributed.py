@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks of this machine.
+"""Run a function on several ranks of this machine: gloo ranks, or one on each GPU.
 
 Ranks are forked from a server process that has imported torch and transformers once per test
 session; the pytest process itself is never forked. They have the environment that it had then.
@@ -18,19 +18,23 @@ from sharding.mesh import init_distributed
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60,
+    device_type: str = "cpu",
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` on every rank, and return their results by rank.
 
     ``fn`` must be importable (module-level); the default process group is initialised around it.
     A rank that raises ends the others, and its traceback is part of the error here.
-    ``timeout_s`` bounds one collective.
+    ``timeout_s`` bounds one collective. ``device_type`` "cuda": rank r has device r.
     """
     multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "transformers"])
     with tempfile.TemporaryDirectory() as folder:
         start_processes(
             _rank,
-            args=(world_size, fn, folder, timeout_s, args),
+            args=(world_size, fn, folder, timeout_s, device_type, args),
             nprocs=world_size,
             start_method="forkserver",
         )
@@ -43,11 +47,12 @@ def _rank(
     fn: Callable[..., Any],
     folder: str,
     timeout_s: float,
+    device_type: str,
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     with init_distributed(
-        torch.device("cpu"),
+        torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu"),
         rank=rank,
         world_size=world_size,
         timeout_s=timeout_s,
