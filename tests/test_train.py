@@ -29,6 +29,7 @@ COMPARED = (
     "critic/score/mean",
     "response_length/mean",
 )
+POLICY = "actor.fsdp.offload_policy=true"
 BASE = ("trainer.save_freq=0", "trainer.test_freq=0", "trainer.val_before_train=false")
 
 
@@ -37,8 +38,11 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def train_here(rank: int, world_size: int, jobs: list[tuple[str, tuple[str, ...]]]) -> list[Any]:
+def train_here(
+    rank: int, world_size: int, jobs: list[tuple[str, tuple[str, ...]]], device_type: str = "cpu"
+) -> list[Any]:
     """Run each (folder, overrides) in this world; what was sampled, and the first ratios."""
+    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
     seen: list[Any] = []
     update = train_ppo.update_actor
 
@@ -56,7 +60,7 @@ def train_here(rank: int, world_size: int, jobs: list[tuple[str, tuple[str, ...]
             config = load_config(
                 "ppo_tiny.yaml", [*BASE, f"trainer.default_local_dir={folder}", *overrides]
             )
-            mesh = build_mesh(config.dims(world_size, world_size), torch.device("cpu"))
+            mesh = build_mesh(config.dims(world_size, world_size), device)
             with Run(config, mesh, command=["test"]) as run:
                 train_ppo.train(config, run)
             dist.barrier()
@@ -256,3 +260,46 @@ def test_grpo_trains_without_a_critic(tmp_path):
         assert "critic/vf_loss" not in row
         assert row["actor/kl_loss"] >= 0
         assert row["actor/grad_norm"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.distributed
+def test_gpus_train_the_same_when_everything_rests_on_the_host_between_its_uses(tmp_path):
+    world_size = min(2, torch.cuda.device_count())
+    half = (
+        "trainer.device=cuda",
+        "actor.fsdp.mixed_precision.param_dtype=bfloat16",
+        "rollout.dtype=bfloat16",
+    )
+    resting = (
+        "actor.fsdp.param_offload=true",
+        "actor.fsdp.optimizer_offload=true",
+        "model.enable_activation_offload=true",
+        "trainer.save_freq=1",
+    )
+    jobs = {"resident": half, "resting": half + resting, "policy": (*half, POLICY)}
+    if world_size == 2:
+        jobs["sp_tp"] = (
+            *half,
+            "actor.ulysses_sequence_parallel_size=2",
+            "rollout.tensor_model_parallel_size=2",
+        )
+    run_distributed(
+        train_here,
+        world_size,
+        [(str(tmp_path / name), overrides) for name, overrides in jobs.items()],
+        "cuda",
+        device_type="cuda",
+        timeout_s=300,
+    )
+    rows = {name: rows_of(tmp_path / name) for name in jobs}
+    for name, steps in rows.items():
+        assert len(steps) == 3
+        for row in steps:
+            assert all(math.isfinite(row[metric]) for metric in COMPARED), (name, row["step"])
+            # trainer and engine agree on what was sampled
+            assert row["training/rollout_probs_diff_mean"] < 0.02, (name, row["step"])
+    for name in ("resting", "policy"):
+        for metric in COMPARED:
+            one, other = rows["resident"][0][metric], rows[name][0][metric]
+            assert other == pytest.approx(one, rel=2e-2, abs=1e-4), (name, metric)

@@ -106,22 +106,48 @@ def test_the_kernel_follows_the_configured_name():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("window", [None, 4])
-def test_varlen_attention_on_cuda_equals_each_document_alone(window):
-    lengths = [5, 1, 300, 17]
-    device = torch.device("cuda")
-    inputs = random_qkv(sum(lengths), dim=64, value_dim=64)
-    q, k, v = (t.detach().to(device, torch.bfloat16).requires_grad_() for t in inputs)
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "window", "softcap", "dtype"),
+    [
+        (64, 64, None, None, torch.bfloat16),
+        (64, 64, 4, None, torch.bfloat16),
+        (128, 128, 1000, None, torch.float16),
+        (256, 256, None, None, torch.bfloat16),
+        # what the kernel of varlen cannot take: each document alone
+        (20, 20, None, None, torch.bfloat16),
+        (64, 32, None, None, torch.bfloat16),
+        (64, 64, None, 2.0, torch.bfloat16),
+        (64, 64, 4, 2.0, torch.float32),
+        (320, 320, None, None, torch.bfloat16),
+        (64, 64, None, None, torch.float32),
+    ],
+)
+def test_packed_attention_on_a_gpu_equals_a_dense_softmax(dim, value_dim, window, softcap, dtype):
+    lengths, device = [5, 1, 300, 17], torch.device("cuda", 0)
     documents = make_documents(bounds(lengths), device, varlen_kernel)
-    got, want = (
-        kernel(q, k, v, documents, scale=0.125, window=window, softcap=None)
-        for kernel in (varlen_kernel, sdpa_kernel)
-    )
-    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
-    for a, b in zip(
-        torch.autograd.grad(got.sum(), (q, k, v)),
-        torch.autograd.grad(want.sum(), (q, k, v)),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2)
+    inputs = random_qkv(sum(lengths), dim=dim, value_dim=value_dim)
+    rounded = [t.detach().to(dtype) for t in inputs]
+    q, k, v = (t.to(device).requires_grad_() for t in rounded)
+    exact = [t.double().requires_grad_() for t in rounded]
+    scale = dim**-0.5
+    got = varlen_kernel(q, k, v, documents, scale=scale, window=window, softcap=softcap)
+    want = dense(exact[0], exact[1], exact[2], lengths, scale, window, softcap)
+    up = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    grads = torch.autograd.grad(got, (q, k, v), up.to(device, dtype))
+    want_grads = torch.autograd.grad(want, exact, up)
+    limit = 1e-4 if dtype == torch.float32 else 3e-2
+    for a, b in zip((got, *grads), (want, *want_grads), strict=True):
+        assert a.dtype == dtype
+        assert (a.double().cpu() - b).norm() <= limit * b.norm()
+
+
+@pytest.mark.gpu
+def test_a_row_of_one_token_has_gradients_on_a_gpu():
+    device = torch.device("cuda", 0)
+    inputs = random_qkv(1, dim=64, value_dim=64)
+    q, k, v = (t.detach().to(device, torch.bfloat16).requires_grad_() for t in inputs)
+    documents = make_documents(bounds([1]), device, varlen_kernel)
+    output = varlen_kernel(q, k, v, documents, scale=0.125, window=None, softcap=None)
+    output.sum().backward()
+    assert torch.equal(output, v.repeat_interleave(2, 1))
+    assert v.grad is not None and torch.equal(v.grad, torch.full_like(v, 2.0))

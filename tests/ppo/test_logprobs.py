@@ -156,3 +156,32 @@ def test_peak_memory_is_a_small_part_of_that_of_full_logits():
         logprobs = torch.log_softmax(h @ w.T, -1).gather(1, labels[:, None])
         logprobs.sum().backward()
     assert chunked <= tracker.peak_bytes / 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 300, MAX_BLOCK_ROWS + 7])
+def test_half_precision_on_a_gpu_is_as_exact_as_its_inputs(num_tokens):
+    h, w, labels = problem(num_tokens, 500, hidden=64)
+    rounded = [(t.detach() / 4).bfloat16() for t in (h, w)]
+    h, w = (t.double().requires_grad_() for t in rounded)
+    want = reference(h, w, labels, 0.7, 1.0, None)
+    want_grads = torch.autograd.grad((want[0] + want[1]).sum(), (h, w))
+    hidden, weight = (t.cuda().requires_grad_() for t in rounded)
+    got = token_logprobs(
+        hidden, weight, labels.cuda(), temperature=0.7, with_entropy=True, block_elements=1
+    )
+    assert got.entropy is not None and got.logprobs.dtype == torch.float32
+    grads = torch.autograd.grad((got.logprobs + got.entropy).sum(), (hidden, weight))
+    for a, b in zip((got.logprobs, got.entropy), want, strict=True):
+        torch.testing.assert_close(a.double().cpu(), b, rtol=1e-5, atol=1e-5)
+    for a, b in zip(grads, want_grads, strict=True):
+        assert (a.double().cpu() - b).norm() <= 1e-2 * b.norm()
+
+
+@pytest.mark.gpu
+def test_no_tokens_give_zero_gradients_on_a_gpu():
+    hidden = torch.ones(0, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.ones(500, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    labels = torch.zeros(0, dtype=torch.int64, device="cuda")
+    token_logprobs(hidden, weight, labels).logprobs.sum().backward()
+    assert weight.grad is not None and not weight.grad.any()

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from ppo.batch import Budget, RolloutBatch, assign, partition
 from ppo.config import Config, load_config
-from ppo.config.training import LossAggMode
-from ppo.learner import Learner
+from ppo.config.training import LossAggMode, MixedPrecisionConfig
+from ppo.learner import Learner, make_optimizer
 from ppo.metrics import Metrics
 from ppo.models import build_causal_lm, build_value_model
 from ppo.scoring import Batcher
 from ppo.update import update_actor, update_critic
-from sharding.mesh import Mesh, build_mesh
+from sharding.mesh import Mesh, build_mesh, init_distributed
 from tests.distributed import run_distributed
 from tests.ppo import plain_update as plain
 from tests.ppo.hf_models import save_model
@@ -249,3 +249,54 @@ def test_losses_and_gradients_are_those_of_a_loop_over_tokens_in_every_layout(tm
             case,
         )
     assert seen == {"free", "clipped", "dual"}
+
+
+class WaitingLearner(Learner):
+    """Only its optimizer step, which reads the norm of the gradient, may wait for the device."""
+
+    def step(self) -> float:
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        norm = super().step()
+        torch.cuda.set_sync_debug_mode(mode)
+        return norm
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("old_logprobs", [True, False])
+def test_a_micro_batch_never_makes_the_host_wait_for_the_gpu(tmp_path, old_logprobs):
+    path, device = save_model(tmp_path / "model", "qwen2"), torch.device("cuda", 0)
+    case, batch = Case(MODES[0], 1, True, 1, True, regularised=True), plain.make_data()
+    if not old_logprobs:  # entropy, and the mismatch with the engine
+        batch = replace(batch, old_logprobs=None)
+    config = config_of(case)
+    fsdp = replace(config.actor.fsdp, mixed_precision=MixedPrecisionConfig(param_dtype="bfloat16"))
+    with init_distributed(device):
+        mesh = build_mesh(config.dims(1, 1), device)
+        for update, kind in ((update_actor, build_causal_lm), (update_critic, build_value_model)):
+            module = kind(
+                path,
+                mesh,
+                model_config=config.model,
+                fsdp_config=fsdp,
+                checkpointing=True,
+                forward_only=False,
+                dtype=torch.float32,
+            )
+            learner = WaitingLearner(
+                name="model",
+                module=module,
+                device=device,
+                optimizer=make_optimizer(module, config.actor.optim, device),
+                optim=config.actor.optim,
+                grad_clip=1.0,
+                total_steps=2,
+            )
+            metrics, batcher = Metrics(device), batcher_of(case, mesh)
+            update(learner, batch, config, batcher, metrics, 1)  # first uses may wait
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                update(learner, batch, config, batcher, Metrics(device), 2)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert metrics.reduce()["model/grad_norm"] > 0

@@ -1,13 +1,17 @@
 """Small random transformers for the tests of sharding/."""
 
+from typing import Any
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB = 67  # does not divide evenly over 2 or 4 ranks
 
 
-def tiny_llama(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
-    """Three layers, hidden 32, float32, the same on every rank."""
+def tiny_llama(
+    *, tied: bool = False, seed: int = 0, device: torch.device | None = None
+) -> LlamaForCausalLM:
+    """Three layers, hidden 32, float32, the same on every rank; `device` is where it is put."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -18,4 +22,5 @@ def tiny_llama(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
         num_key_value_heads=2,
         tie_word_embeddings=tied,
     )
-    return LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
+    return model if device is None else model.to(device)

@@ -28,6 +28,12 @@ from sharding.checkpoint_files import (
 )
 from sharding.fsdp import shard_model
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
+from sharding.offload import (
+    offload_module,
+    offload_optimizer,
+    reload_module,
+    reload_optimizer,
+)
 from tests.distributed import run_distributed
 from tests.sharding.models import VOCAB, tiny_llama
 
@@ -51,6 +57,7 @@ def _train(learner: Learner, first_step: int, num_steps: int) -> None:
     for step in range(first_step, first_step + num_steps):
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, VOCAB, (2, 9), generator=generator)
+        tokens = tokens.to(next(model.parameters()).device)
         logits = model(input_ids=tokens).logits
         F.cross_entropy(logits.view(-1, VOCAB), tokens.view(-1)).backward()
         optimizer.step()
@@ -323,3 +330,33 @@ def test_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path):
         assert path is not None
         assert json.loads((path / "train_state.json").read_text())["step"] == 1
         assert checkpointer.load(path, {}, {}) == {"losses": [0.1 + 0.2, float("inf")]}
+
+
+@pytest.mark.gpu
+def test_a_checkpoint_of_what_rests_on_the_host_goes_on_training_on_a_gpu(tmp_path):
+    device = torch.device("cuda", 0)
+
+    def learner(seed: int) -> Learner:
+        model = tiny_llama(seed=seed, device=device)
+        shard_model(model, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
+
+    with init_distributed(device):
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), device)
+        first, second = learner(0), learner(1)
+        _train(first, 0, 2)
+        offload_module(first[0])
+        offload_optimizer(first[1])
+        with Checkpointer(tmp_path, mesh) as checkpointer:
+            checkpointer.save(2, {"actor": first[0]}, {"actor": first[1]}, {})
+            path = checkpointer.latest()
+            assert path is not None
+            checkpointer.load(path, {"actor": second[0]}, {"actor": second[1]})
+        reload_module(first[0], device)
+        reload_optimizer(first[1], device)
+        _assert_same(_values(second), _values(first))
+        assert {t.device for t in _values(second).values()} == {device}  # fused counters too
+        for resumed in (first, second):
+            _train(resumed, 2, 2)
+        for name, value in _values(first).items():
+            torch.testing.assert_close(_values(second)[name], value)

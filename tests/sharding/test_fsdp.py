@@ -45,7 +45,7 @@ def _reference(world_size: int) -> dict[str, Tensor]:
 
 
 def _sharded(mesh: Mesh, *, checkpointing: bool = False, **options) -> nn.Module:
-    model = tiny_llama()
+    model = tiny_llama(device=mesh.device)
     model.train()
     if checkpointing:
         checkpoint_activations(model)
@@ -55,11 +55,12 @@ def _sharded(mesh: Mesh, *, checkpointing: bool = False, **options) -> nn.Module
     return model
 
 
-def _gradients(model: nn.Module, rank: int, world_size: int) -> dict[str, Tensor]:
+def _gradients(model: nn.Module, mesh: Mesh, world_size: int) -> dict[str, Tensor]:
     """Two micro-batches, the loss of each rank scaled as the ranks that FSDP averages over."""
     total = sum(_tokens(r).numel() - 1 for r in range(world_size))
+    tokens = _tokens(mesh.rank).to(mesh.device)
     for _ in range(2):
-        (_token_loss(model, _tokens(rank)) * world_size / total / 2).backward()
+        (_token_loss(model, tokens) * world_size / total / 2).backward()
     return {name: cast(DTensor, p.grad).full_tensor() for name, p in model.named_parameters()}
 
 
@@ -82,15 +83,18 @@ def _norm(model: nn.Module) -> Tensor:
     return cast(DTensor, nn.utils.clip_grad_norm_(model.parameters(), 1e9)).full_tensor()
 
 
-def _check_gradients(rank: int, world_size: int) -> dict[str, float]:
+def _check_gradients(rank: int, world_size: int, device: torch.device = CPU) -> dict[str, float]:
     expected = _reference(world_size)
     norm = torch.stack([g.square().sum() for g in expected.values()]).sum().sqrt()
     worst = {}
     for case, (degrees, options) in CASES.items():
         dims = ParallelDims(world_size=world_size, ranks_per_node=world_size, **degrees)
-        model = _sharded(build_mesh(dims, CPU), **options)
-        found = _gradients(model, rank, world_size)
-        torch.testing.assert_close(_norm(model), norm, msg=case)
+        if dims.problems():  # fewer GPUs than ranks on the CPU
+            continue
+        mesh = build_mesh(dims, device)
+        model = _sharded(mesh, **options)
+        found = {n: g.cpu() for n, g in _gradients(model, mesh, world_size).items()}
+        torch.testing.assert_close(_norm(model).cpu(), norm, msg=case)
         assert found.keys() == expected.keys(), case
         worst[case] = max(
             ((found[n] - g).abs().max() / g.abs().max()).item() for n, g in expected.items()
@@ -171,6 +175,18 @@ def test_tensors_of_the_host_are_not_copied():
     tensor = torch.ones(4)
     assert saver.pack(tensor) is tensor
     assert saver.unpack(tensor) is tensor
+
+
+def _check_gpu(rank: int, world_size: int) -> dict[str, float]:
+    return _check_gradients(rank, world_size, torch.device("cuda", rank))
+
+
+@pytest.mark.gpu
+@pytest.mark.distributed
+def test_sharded_gradients_equal_unsharded_ones_over_nccl():
+    world_size = next(n for n in (4, 2, 1) if n <= torch.cuda.device_count())
+    for worst in run_distributed(_check_gpu, world_size, device_type="cuda", timeout_s=120):
+        assert worst and max(worst.values()) < 1e-4, worst
 
 
 @pytest.mark.gpu

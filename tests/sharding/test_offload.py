@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sharding.fsdp import shard_model
-from sharding.mesh import ParallelDims, build_mesh
+from sharding.mesh import ParallelDims, build_mesh, init_distributed
 from sharding.offload import (
     _PLACES,
     _module_tensors,
@@ -132,3 +132,33 @@ def test_device_memory_is_free_while_a_module_and_its_optimizer_rest():
     reload_optimizer(optimizer, torch.device("cuda", 0))
     assert torch.equal(model.weight, expected)
     optimizer.step()
+
+
+@pytest.mark.gpu
+def test_a_sharded_model_trains_the_same_on_a_gpu_when_it_rests_on_the_host_between_steps():
+    device, results = torch.device("cuda", 0), []
+    with init_distributed(device):
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), device)
+        for rests in (False, True):
+            model = tiny_llama(device=device)
+            shard_model(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
+            for step in range(4):
+                _train(model, optimizer, step)
+                optimizer.zero_grad(set_to_none=True)
+                if rests:
+                    before = _locals(model)
+                    offload_module(model)
+                    offload_optimizer(optimizer)
+                    for value, resting in zip(before, _locals(model), strict=True):
+                        assert resting.device == CPU
+                        assert torch.equal(value.cpu(), resting)
+                    state = [*_module_tensors(model), *_optimizer_tensors(optimizer)]
+                    assert all(t.device == CPU and t.is_pinned() for t in state)
+                    reload_module(model, device)
+                    reload_optimizer(optimizer, device)
+                    state = [*_module_tensors(model), *_optimizer_tensors(optimizer)]
+                    assert {t.device for t in state} == {device}  # the fused counter too
+            results.append(_locals(model))
+    for undisturbed, rested in zip(*results, strict=True):
+        torch.testing.assert_close(undisturbed, rested)
