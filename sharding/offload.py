@@ -7,7 +7,7 @@ that live on the host anyway (device cpu, FSDP2's CPUOffloadPolicy) are left alo
 when anything is needed.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sharding.fsdp import reshard
+
+BLOCK_BYTES = 1 << 30
+"""Pinned memory is taken in blocks, since torch rounds every request up to a power of two."""
+_ALIGNMENT = 512
 
 
 class _Parked(NamedTuple):
@@ -38,10 +42,13 @@ class _Place:
     def __init__(self) -> None:
         self.parked: list[_Parked] = []
         self._spare: dict[int, list[Tensor]] = {}
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._used = 0  # bytes of the block
 
-    def park(self, tensors: Iterable[Tensor]) -> None:
+    def park(self, tensors: Sequence[Tensor]) -> None:
         """Copy to the host, free the device storages. Returns when both are done."""
-        moved = [self._copy(tensor) for tensor in tensors]
+        total = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        moved = [self._copy(tensor, min(BLOCK_BYTES, total)) for tensor in tensors]
         if any(p.on_device.is_cuda for p in moved):
             torch.cuda.current_stream(moved[0].on_device.device).synchronize()
         for p in moved:
@@ -58,16 +65,21 @@ class _Place:
             self._spare.setdefault(p.num_bytes, []).append(p.host)
         self.parked.clear()
 
-    def _copy(self, tensor: Tensor) -> _Parked:
+    def _copy(self, tensor: Tensor, block_bytes: int) -> _Parked:
         num_bytes = tensor.untyped_storage().nbytes()
         spare = self._spare.get(num_bytes)
-        host = (
-            spare.pop()
-            if spare
-            else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-        )
+        host = spare.pop() if spare else self._take(num_bytes, block_bytes, pinned=tensor.is_cuda)
         host.copy_(_bytes(tensor, num_bytes), non_blocking=True)
         return _Parked(tensor, tensor.data, num_bytes, host)
+
+    def _take(self, num_bytes: int, block_bytes: int, *, pinned: bool) -> Tensor:
+        """[num_bytes] uint8 of the block, or of a new one where it is full."""
+        start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        if start + num_bytes > len(self._block):
+            size, start = max(num_bytes, block_bytes), 0
+            self._block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        self._used = start + num_bytes
+        return self._block[start : self._used]
 
 
 _PLACES: WeakKeyDictionary[nn.Module | Optimizer, _Place] = WeakKeyDictionary()
@@ -143,4 +155,5 @@ def _bytes(tensor: Tensor, num_bytes: int) -> Tensor:
 def _typed(host: Tensor, like: Tensor) -> Tensor:
     """The host bytes seen as `like` sees its storage."""
     typed = torch.empty(0, dtype=like.dtype)
-    return typed.set_(host.untyped_storage(), like.storage_offset(), like.shape, like.stride())  # pyright: ignore
+    offset = host.storage_offset() // like.element_size() + like.storage_offset()
+    return typed.set_(host.untyped_storage(), offset, like.shape, like.stride())  # pyright: ignore

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from sharding import offload
 from sharding.fsdp import shard_model
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
 from sharding.offload import (
@@ -53,8 +54,8 @@ def _train_with_rests(rank: int, world_size: int) -> None:
             _train(model, optimizer, step)
             if rests:
                 before, objects = _locals(model), [id(p) for p in model.parameters()]
-                places[0].park(_module_tensors(model))  # gradients too
-                places[1].park(_optimizer_tensors(optimizer))
+                places[0].park([*_module_tensors(model)])  # gradients too
+                places[1].park([*_optimizer_tensors(optimizer)])
                 for place in places:
                     assert all(p.on_device.untyped_storage().nbytes() == 0 for p in place.parked)
                 for value, resting in zip(before, _locals(model), strict=True):
@@ -97,6 +98,23 @@ def test_what_is_written_while_it_rests_comes_back_with_it():
     host = place._spare[24][0]
     place.park([weight])
     assert place.parked[0].host is host  # host memory is used again
+
+
+def test_host_memory_is_taken_in_blocks_and_used_again(monkeypatch):
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 2048)
+    tensors, place = [torch.full((n,), float(n)) for n in (100, 3, 700, 300)], _Place()
+    copies = [tensor.clone() for tensor in tensors]
+    for _ in range(2):
+        place.park(tensors)
+        hosts = [parked.host for parked in place.parked]
+        assert all(torch.equal(t, copy) for t, copy in zip(tensors, copies, strict=True))
+        assert [host.storage_offset() for host in hosts] == [0, 512, 0, 0]
+        # 400 and 12 bytes share a block, 2800 bytes are more than one, 1200 need a new one
+        assert [host.untyped_storage().nbytes() for host in hosts] == [2048, 2048, 2800, 2048]
+        place.restore()
+        assert all(torch.equal(t, copy) for t, copy in zip(tensors, copies, strict=True))
+    again = {id(host) for spare in place._spare.values() for host in spare}
+    assert again == {id(host) for host in hosts}
 
 
 def test_tensors_of_the_host_are_left_alone():
