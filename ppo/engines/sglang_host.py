@@ -68,6 +68,19 @@ def prepare_environment(variables: dict[str, str], first_on_path: list[str]) -> 
     os.environ.update(variables)
 
 
+def expose_cuda_runtime() -> None:
+    """Let child processes find the CUDA runtime that this process has loaded.
+
+    torch_memory_saver is preloaded into SGLang's workers, links to the runtime and knows no folder
+    to look in; a worker whose loader does not find it ends at once with exit code 127.
+    """
+    folders = {
+        path.parent for path in _mapped_files(os.getpid()) if path.name.startswith("libcudart.so")
+    }
+    inherited = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if path]
+    os.environ["LD_LIBRARY_PATH"] = os.pathsep.join([*inherited, *sorted(map(str, folders))])
+
+
 def reserve_port() -> tuple[socket.socket, int]:
     """A free TCP port, held while the socket lives: the kernel gives it to nobody else.
 
@@ -263,9 +276,13 @@ class EngineHost:
 
 def _shared_files(pids: list[int | None]) -> list[str]:
     """Files in /dev/shm that SGLang's processes hold and that outlive them when killed."""
-    maps = [Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in pids]
-    paths = {line.split(maxsplit=5)[-1] for lines in maps for line in lines}
+    paths = {str(path) for pid in pids for path in _mapped_files(pid)}
     return sorted(path for path in paths if path.startswith("/dev/shm/sgl"))
+
+
+def _mapped_files(pid: int | None) -> set[Path]:
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {Path(line.split(maxsplit=5)[-1]) for line in lines}
 
 
 def _title(pid: int | None) -> str:
@@ -292,6 +309,8 @@ def main() -> None:
 
     import sglang
 
+    if settings["engine"].get("enable_memory_saver"):
+        expose_cuda_runtime()
     port_holder, port = reserve_port()
     with port_holder:
         engine = sglang.Engine(nccl_port=port, **settings["engine"])

@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -132,6 +133,15 @@ def test_the_host_hides_the_rendezvous_and_expandable_segments(monkeypatch):
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch brings no CUDA runtime")
+def test_workers_find_the_cuda_runtime_after_the_folders_of_the_user(monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    sglang_host.expose_cuda_runtime()
+    first, *folders = os.environ["LD_LIBRARY_PATH"].split(os.pathsep)
+    assert first == "/mine" and folders
+    assert all(list(Path(folder).glob("libcudart.so.*")) for folder in folders)
 
 
 def test_a_reserved_port_is_given_to_nobody_else_and_can_be_bound_by_the_engine():
