@@ -230,6 +230,8 @@ def _cuda_arguments(config: Config, index: int) -> dict[str, Any]:
         "base_gpu_id": index,
         "enable_memory_saver": config.rollout.free_cache_engine,
         "disable_cuda_graph": config.rollout.enforce_eager,
+        # Graphs of whole prefills would keep their activations on the device while training.
+        "cuda_graph_backend_prefill": "disabled",
         # A share of what is free at the start, not of the card: max_total_tokens decides instead.
         "mem_fraction_static": 0.97,
         # Per-sample seeds, which rollout.py gives, have no effect without it.

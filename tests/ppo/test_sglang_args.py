@@ -1,5 +1,6 @@
 """Arguments, variables and memory of an engine: pure functions, nothing is started."""
 
+import importlib
 import os
 import socket
 import sys
@@ -90,6 +91,25 @@ def test_engine_kwargs_are_passed_on_but_not_those_that_follow_from_other_keys()
     assert made["base_gpu_id"] == 3 and made["max_total_tokens"] == 512
     with pytest.raises(ValueError, match="nccl_port, tp_size is set by the trainer"):
         arguments(tp_size=2, nccl_port=1)
+
+
+def test_graphs_of_decoding_alone_stay_on_the_device_while_training():
+    """SGLang takes the arguments on CUDA, and captures no prefill unless asked to."""
+    server_args = pytest.importorskip("sglang.srt.server_args")
+    hook = importlib.import_module("sglang.srt.arg_groups.cuda_graph_hook")
+
+    def backends(**rollout):
+        arguments = sglang_args.engine_arguments(
+            config(**rollout), model_path="x", device_index=0, kv_tokens=512, seed=1
+        )
+        parsed = server_args.ServerArgs(**arguments)
+        hook.parse_cuda_graph_config(parsed)
+        graphs = hook.resolving_view(parsed).cuda_graph_config
+        return graphs.decode.backend, graphs.prefill.backend
+
+    assert backends() == ("full", "disabled")
+    assert backends(enforce_eager=True) == ("disabled", "disabled")
+    assert backends(engine_kwargs={"cuda_graph_backend_prefill": "breakable"})[1] == "breakable"
 
 
 def test_replicas_have_different_seeds_and_ranks_of_one_engine_the_same():
