@@ -77,6 +77,10 @@ class WeightSync:
         loading and fills ``differing``; there are none on the generic path. Returns what went wrong
         on this rank.
         """
+        with _shareable_memory(self.mesh.device):
+            return self._run(ask, action, checked)
+
+    def _run(self, ask: Ask | None, action: str, checked: bool) -> list[str]:
         problems: list[str] = []
         guard = _Guard(ask, problems)
         result = torch.zeros(RESULT_BYTES, dtype=torch.uint8, device=self.mesh.device)
@@ -96,11 +100,14 @@ class WeightSync:
             payload = serialize([(json.dumps(instruction), flat), ("result", result)])
             guard("update", payloads=self._gathered(payload))
             dist.barrier(self.mesh.rollout_host_group)  # the engine has read everybody's payload
-            answer = json.loads(bytes(result.tolist()).rstrip(b"\0") or b"{}")
+            answer = _answer(result)
             result.zero_()
-            if (text := answer.get("error")) and len(problems) < MOST_PROBLEMS:
+            if answer is None and not problems:
+                problems.append("SGLang's worker has not answered into this rank's memory")
+            answer = answer or {"error": "", "differing": []}
+            if (text := answer["error"]) and len(problems) < MOST_PROBLEMS:
                 problems.append(f"SGLang cannot {action} weights: {text}")
-            self.differing = answer.get("differing", [])
+            self.differing = answer["differing"]
         guard("end_update")
         return problems
 
@@ -164,6 +171,12 @@ class _Guard:
             self.ask = None
 
 
+def _answer(result: Tensor) -> dict[str, Any] | None:
+    """What the worker has written; None where it was given a copy, or nothing at all."""
+    written = bytes(result.tolist()).rstrip(b"\0")
+    return json.loads(written) if written else None
+
+
 def serialize(named_tensors: list[tuple[str, Tensor]]) -> bytes:
     """Pickle with handles instead of data, for another process of this node.
 
@@ -175,6 +188,22 @@ def serialize(named_tensors: list[tuple[str, Tensor]]) -> bytes:
     with _sharing_strategy("file_system"), io.BytesIO() as buffer:
         ForkingPickler(buffer).dump(named_tensors)
         return buffer.getvalue()
+
+
+@contextmanager
+def _shareable_memory(device: torch.device) -> Iterator[None]:
+    """No expandable segments meanwhile: another process may not be able to open them."""
+    settings = torch._C._accelerator_getAllocatorSettings()
+    options = [option for option in settings.split(",") if option]
+    kept = [option for option in options if not option.startswith("expandable_segments")]
+    if device.type != "cuda" or kept == options:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(",".join([*kept, "expandable_segments:False"]))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 @contextmanager
