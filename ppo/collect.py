@@ -50,6 +50,7 @@ class Collector:
         """The engine with the weights of `model`; its memory is given back afterwards."""
         try:
             with metrics.timed("reshard"), ExitStack() as resident:
+                self.run.drive(self.engine.start())
                 module = resident.enter_context(model.on_device())
                 self.run.drive(self.engine.wake(module, loaded=resident.close))
             yield

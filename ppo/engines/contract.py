@@ -85,6 +85,14 @@ class Engine(Protocol):
     stats: dict[str, float]
     """Metrics of the last wake (reshard/*) and generate (rollout/*)."""
 
+    def start(self) -> Iterator[None]:
+        """Waits until the engine is up and has given its memory back; `wake` does it otherwise.
+
+        Some engines size their cache by what is free when they start: the caller may hold more
+        once this has ended.
+        """
+        ...
+
     def wake(self, module: nn.Module, loaded: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Takes memory and loads the weights of `module` (FSDP2-sharded, HF parameter names).
 

@@ -76,6 +76,10 @@ class TorchEngine:
         self.completions: list[Completion] = []
         self.stats: dict[str, float] = {}
 
+    def start(self) -> Iterator[None]:
+        """Nothing has to start."""
+        yield from ()
+
     def wake(self, module: nn.Module, loaded: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Allocates the weights and fills them from `module`, one bucket per slice."""
         assert not self._awake, "wake twice without release"
