@@ -21,6 +21,7 @@ from ppo.errors import InputError
 from ppo.run_folder import (
     State,
     add_log_handlers,
+    lock_folder,
     read_status,
     record_start,
     remove_log_handlers,
@@ -83,6 +84,8 @@ class Run:
             error = None
             try:
                 self._open_folder(owned)
+            except InputError as exception:
+                error = exception
             except OSError as exception:
                 error = ValueError(f"run folder {self.dir}: {exception}")
             self.agree(error)
@@ -96,6 +99,7 @@ class Run:
         owned.callback(remove_log_handlers, add_log_handlers(self.dir, self.mesh.rank))
         if self.mesh.rank != 0:
             return
+        owned.enter_context(lock_folder(self.dir))
         if self._restart_count == 0:
             (self.dir / "STOP").unlink(missing_ok=True)
             if self._config.trainer.resume_mode == "disable":

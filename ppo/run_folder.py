@@ -5,20 +5,26 @@ Owns their names and formats. Must not know what a run does, or other ranks.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
+
+from ppo.errors import InputError
 
 logger = logging.getLogger(__name__)
 
 State = Literal["running", "finished", "preempted", "failed"]
+LOCK_PATIENCE_S = 10.0
+"""how long a start waits for the job before it to be gone"""
 OUR_LOGGERS = ("__main__", "train_ppo", "rollout", "ppo", "sharding")
 
 
@@ -79,6 +85,36 @@ def _git(folder: Path, *arguments: str) -> str:
         timeout=20,
     )
     return result.stdout.strip()
+
+
+def lock_folder(folder: Path, *, patience_s: float = LOCK_PATIENCE_S) -> IO[str]:
+    """Keep other jobs out of the folder as long as the returned file is open.
+
+    The kernel lets go of it when the process ends, however that happens. Raises InputError naming
+    the job that holds it; on a file system without locks this only warns.
+    """
+    file = (folder / "lock").open("a+", encoding="utf-8")
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            file.seek(0)
+            raise InputError(
+                f"run folder {folder} is in use by {file.read().strip()}: end that job first, or "
+                "set trainer.experiment_name or trainer.default_local_dir"
+            ) from None
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): start no second job there", folder, error)
+            return file
+        file.truncate(0)
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n")
+        file.flush()
+        return file
 
 
 def set_aside(path: Path) -> None:

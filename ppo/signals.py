@@ -5,8 +5,10 @@ Owns the handlers and the deadline. Must not know what stopping means, or other 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 INTERRUPT_GRACE_S = 5
+_PR_SET_PDEATHSIG = 1
 
 
 class SignalWatch:
@@ -71,6 +74,15 @@ class SignalWatch:
                     _kill(pid)
                 os._exit(128 + signal.SIGINT)
         os.close(self._pipe[0])
+
+
+def stop_with_parent() -> None:
+    """Ask this process to stop (SIGTERM) when its parent, torchrun's agent, dies.
+
+    A killed agent would otherwise leave its ranks training, without anyone to end them. Linux only.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def descendants(pid: int) -> list[int]:

@@ -18,6 +18,7 @@ from ppo.check_warnings import config_warnings
 from ppo.config import Config, ConfigError, Problem
 from ppo.errors import InputError
 from ppo.run import Run
+from ppo.signals import stop_with_parent
 from sharding.mesh import build_mesh, init_distributed
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class Launch:
     world_size: int = 1
     ranks_per_node: int = 1
     restart_count: int = 0
+    has_agent: bool = False
+    """torchrun's agent is the parent"""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Launch":
@@ -45,6 +48,7 @@ class Launch:
             world_size=int(env.get("WORLD_SIZE", 1)),
             ranks_per_node=int(env.get("LOCAL_WORLD_SIZE", 1)),
             restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            has_agent="TORCHELASTIC_RUN_ID" in env,
         )
 
     def problems(self, config: Config) -> list[Problem]:
@@ -79,6 +83,8 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
 @contextmanager
 def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator[Run]:
     """The process group, the meshes, and the run folder with its logs and status."""
+    if launch.has_agent:
+        stop_with_parent()
     device = pick_device(config, launch.local_rank)
     seed = config.trainer.seed + launch.rank  # dropout and the like; sampling has its own noise
     torch.manual_seed(seed)

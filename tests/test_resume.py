@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -164,3 +165,64 @@ def test_a_killed_rank_is_restarted_by_torchrun_and_the_end_is_the_same(two_rank
     assert b"resumed from" in err
     left = subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True)
     assert left.stdout == ""
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_twenty_kills_of_ranks_and_agents_lose_nothing(tmp_path):
+    """Each start is killed at a random moment, a rank or torchrun itself, with SIGKILL."""
+    source, steps, kills = random.Random(7), 60, 20
+    overrides = ("trainer.test_freq=0", "trainer.val_before_train=false", "trainer.save_freq=1")
+    overrides += (f"trainer.total_training_steps={steps}", "trainer.total_epochs=2")
+
+    def start(run: Path, log: Path) -> subprocess.Popen[bytes]:
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
+                    *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "train_ppo.py"),
+                    *("--config", "ppo_tiny.yaml", f"trainer.default_local_dir={run}", *overrides),
+                ],
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stderr=file,
+            )
+
+    assert start(tmp_path / "whole", tmp_path / "whole.log").wait(timeout=600) == 0
+    run, log, agents = tmp_path / "run", tmp_path / "run.log", 0
+    for _ in range(kills):
+        status = json.loads((run / "status.json").read_text()) if run.exists() else {}
+        if status.get("step", 0) >= steps:
+            break
+        (run / "status.json").unlink(missing_ok=True)
+        job = start(run, log)
+        wait_until((run / "status.json").exists, 120)
+        time.sleep(source.uniform(0, 5))
+        victims = [job.pid, *processes_of(run, job.pid)]
+        victim = source.choice(victims)
+        agents += victim == job.pid
+        os.kill(victim, signal.SIGKILL)
+        job.wait(timeout=120)
+        wait_until(lambda: not processes_of(run, 0), 60)
+    assert agents > 0
+    assert start(run, log).wait(timeout=600) == 0, log.read_text()[-3000:]
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+    rows, whole = rows_of(run), rows_of(tmp_path / "whole")
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    for a, b in zip(whole, rows, strict=True):
+        for name in COMPARED:
+            assert a[name] == b[name], (a["step"], name)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def processes_of(run: Path, without: int) -> list[int]:
+    """Ranks and agents of the jobs of a run folder."""
+    found = subprocess.run(["pgrep", "-f", f"train_ppo.py.*{run} "], capture_output=True, text=True)
+    return [pid for pid in map(int, found.stdout.split()) if pid != without]

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from ppo.config import Config, ConfigError, load_config
+from ppo.errors import InputError
 from ppo.run import Run, StopRequested
-from ppo.run_folder import git_revision, read_status, set_aside, write_status
+from ppo.run_folder import git_revision, lock_folder, read_status, set_aside, write_status
 from ppo.signals import descendants
 from sharding.mesh import build_mesh, init_distributed
 from tests.distributed import run_distributed
@@ -246,6 +248,25 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     ):
         pass
     assert logging.getLogger().handlers == handlers
+
+
+def test_a_folder_is_one_jobs_at_a_time_and_free_when_the_job_is_gone(tmp_path: Path) -> None:
+    with lock_folder(tmp_path), pytest.raises(InputError) as error:
+        lock_folder(tmp_path, patience_s=0)
+    assert f"in use by process {os.getpid()} on {socket.gethostname()} since" in str(error.value)
+    assert "trainer.experiment_name" in str(error.value)
+
+    code = (
+        "import sys, time; from pathlib import Path; from ppo.run_folder import lock_folder;"
+        "held = lock_folder(Path(sys.argv[1])); print('locked', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "locked\n"
+        with pytest.raises(InputError, match=f"process {other.pid} on"):
+            lock_folder(tmp_path, patience_s=0)
+        other.kill()
+    lock_folder(tmp_path, patience_s=5).close()
 
 
 def test_setting_aside_never_overwrites(tmp_path: Path) -> None:
