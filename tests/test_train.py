@@ -41,13 +41,14 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def train_here(
     rank: int, world_size: int, jobs: list[tuple[str, tuple[str, ...]]], device_type: str = "cpu"
 ) -> list[Any]:
-    """Run each (folder, overrides) in this world; what was sampled, and the first ratios."""
+    """Run each (folder, overrides) in this world; what was sampled, and the batches whole."""
     device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
     seen: list[Any] = []
     update = train_ppo.update_actor
 
     def spy(actor: Any, batch: RolloutBatch, *rest: Any) -> None:
         seen[-1]["tokens"].append(batch.response_ids)
+        seen[-1]["batches"].append(batch)
         assert batch.advantages is not None
         advantages = batch.advantages[batch.response_mask].double()
         seen[-1]["whitened"].append((advantages.mean().item(), advantages.std().item()))
@@ -56,7 +57,7 @@ def train_here(
     train_ppo.update_actor = spy
     try:
         for folder, overrides in jobs:
-            seen.append({"tokens": [], "whitened": []})
+            seen.append({"tokens": [], "whitened": [], "batches": []})
             config = load_config(
                 "ppo_tiny.yaml", [*BASE, f"trainer.default_local_dir={folder}", *overrides]
             )
@@ -152,37 +153,6 @@ def test_the_first_ratio_of_an_iteration_is_exactly_one(tmp_path):
         assert row["actor/pg_clipfrac"] == 0.0
 
 
-def train_without_critic(
-    rank: int, world_size: int, jobs: dict[str, Path]
-) -> dict[str, RolloutBatch]:
-    """One iteration of each estimator with a reward that fails for some; its batch."""
-    seen: list[RolloutBatch] = []
-    update = train_ppo.update_actor
-
-    def spy(actor: Any, batch: RolloutBatch, *rest: Any) -> None:
-        seen.append(batch)
-        update(actor, batch, *rest)
-
-    train_ppo.update_actor = spy
-    try:
-        for name, folder in jobs.items():
-            overrides = [
-                *BASE,
-                *(f"algorithm.adv_estimator={name}", "algorithm.use_kl_in_reward=false"),
-                *("rollout.n=3", "trainer.total_training_steps=1", "data.val_files=[]"),
-                f"reward.function.path={folder.parent / 'reward.py'}",
-                "reward.max_failed_fraction=1",
-                f"trainer.default_local_dir={folder}",
-            ]
-            config = load_config("ppo_tiny.yaml", overrides)
-            mesh = build_mesh(config.dims(world_size, world_size), torch.device("cpu"))
-            with Run(config, mesh, command=["test"]) as run:
-                train_ppo.train(config, run)
-    finally:
-        train_ppo.update_actor = update
-    return dict(zip(jobs, seen, strict=True))
-
-
 FAILS_AT_FIVES = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return 1 / ((len(solution_str) + len(ground_truth)) % 5) + len(ground_truth)
@@ -193,7 +163,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def test_every_estimator_without_a_critic_trains_on_what_it_is_defined_to_be(tmp_path):
     (tmp_path / "reward.py").write_text(FAILS_AT_FIVES)
     names = ("rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax")
-    for batches in run_distributed(train_without_critic, 2, {n: tmp_path / n for n in names}):
+    shared = (
+        *("algorithm.use_kl_in_reward=false", "rollout.n=3", "trainer.total_training_steps=1"),
+        *(f"reward.function.path={tmp_path / 'reward.py'}", "reward.max_failed_fraction=1"),
+        "data.val_files=[]",
+    )
+    jobs = [(str(tmp_path / n), (*shared, f"algorithm.adv_estimator={n}")) for n in names]
+    for seen in run_distributed(train_here, 2, jobs):
+        batches: dict[str, RolloutBatch] = {
+            name: job["batches"][0] for name, job in zip(names, seen, strict=True)
+        }
         first = batches["rloo"]
         for batch in batches.values():
             assert batch.response_ids == first.response_ids and len(batch.scores) == 48

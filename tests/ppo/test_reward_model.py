@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import train_ppo
 from ppo.batch import RolloutBatch, make_batch
 from ppo.check import check_config
 from ppo.collect import Collector
@@ -23,7 +22,7 @@ from ppo.tiny import build_tiny_model, build_tiny_tokenizer
 from sharding.mesh import build_mesh
 from tests.distributed import run_distributed
 from tests.ppo.hf_models import SHAPE
-from tests.test_train import rows_of
+from tests.test_train import rows_of, train_here
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}{% endfor %}."
 RESPONSES = ["", "x", "a longer answer " * 5, "no", "yes, é", "z" * 40, "last"]
@@ -129,39 +128,6 @@ def test_a_mixture_of_experts_whose_names_are_converted_scores_as_transformers(t
         torch.testing.assert_close(scores[0], expected_scores(folder), rtol=1e-5, atol=1e-5)
 
 
-def train_with(
-    rank: int, world_size: int, jobs: dict[Path, tuple[str, ...]]
-) -> list[list[RolloutBatch]]:
-    """Train ppo_tiny with each set of overrides; the batches of every step as they are updated."""
-    seen: list[list[RolloutBatch]] = []
-    update = train_ppo.update_actor
-
-    def spy(actor: Any, batch: RolloutBatch, *rest: Any) -> None:
-        seen[-1].append(batch)
-        update(actor, batch, *rest)
-
-    train_ppo.update_actor = spy
-    try:
-        for folder, overrides in jobs.items():
-            seen.append([])
-            config = load_config(
-                "ppo_tiny.yaml",
-                [
-                    *("reward.model.enable=true", "reward.model.path=tiny"),
-                    *("trainer.save_freq=0", "trainer.total_training_steps=2"),
-                    *("trainer.val_before_train=false", "trainer.test_freq=0"),
-                    f"trainer.default_local_dir={folder}",
-                    *overrides,
-                ],
-            )
-            mesh = build_mesh(config.dims(world_size, world_size), torch.device("cpu"))
-            with Run(config, mesh, command=["test"]) as run:
-                train_ppo.train(config, run)
-    finally:
-        train_ppo.update_actor = update
-    return seen
-
-
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if len(solution_str) % 4 == 0:
@@ -174,13 +140,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def test_a_run_is_rewarded_by_the_model_alone_or_by_the_weighted_sum(tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
     own = (f"reward.function.path={tmp_path / 'reward.py'}", "reward.max_failed_fraction=1")
+    shared = (
+        "reward.model.enable=true",
+        "reward.model.path=tiny",
+        "trainer.total_training_steps=2",
+    )
     jobs = {
-        tmp_path / "alone": (),
-        tmp_path / "both": (*own, "reward.weights.function=2", "reward.weights.model=-1"),
-        tmp_path / "metric": (*own, "reward.weights.model=0"),
+        "alone": (),
+        "both": (*own, "reward.weights.function=2", "reward.weights.model=-1"),
+        "metric": (*own, "reward.weights.model=0"),
     }
-    for batches in run_distributed(train_with, 2, jobs):
-        alone, both, metric = (steps[0] for steps in batches)  # before anything has been learned
+    started = [(str(tmp_path / name), (*shared, *more)) for name, more in jobs.items()]
+    for seen in run_distributed(train_here, 2, started):
+        alone, both, metric = (job["batches"][0] for job in seen)  # nothing has been learned yet
         assert alone.response_ids == both.response_ids == metric.response_ids
         assert not alone.failed.any() and alone.scores.std() > 0
         assert 0 < both.failed.sum() < len(both.failed)
