@@ -23,8 +23,9 @@ from ppo.errors import InputError
 logger = logging.getLogger(__name__)
 
 State = Literal["running", "finished", "preempted", "failed"]
-LOCK_PATIENCE_S = 10.0
-"""how long a start waits for the job before it to be gone"""
+LOCK_PATIENCE_S = {True: 10.0, False: 120.0}
+"""how long a start waits for a job on this host, or on another, to be gone: a file server keeps the
+locks of a node that has crashed for a while"""
 OUR_LOGGERS = ("__main__", "train_ppo", "rollout", "ppo", "sharding")
 
 
@@ -87,34 +88,35 @@ def _git(folder: Path, *arguments: str) -> str:
     return result.stdout.strip()
 
 
-def lock_folder(folder: Path, *, patience_s: float = LOCK_PATIENCE_S) -> IO[str]:
+def lock_folder(folder: Path, *, patience_s: float | None = None) -> IO[str]:
     """Keep other jobs out of the folder as long as the returned file is open.
 
     The kernel lets go of it when the process ends, however that happens. Raises InputError naming
     the job that holds it; on a file system without locks this only warns.
     """
     file = (folder / "lock").open("a+", encoding="utf-8")
-    deadline = time.monotonic() + patience_s
+    started, here = time.monotonic(), f"on {socket.gethostname()}"
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
         except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.2)
-                continue
             file.seek(0)
-            raise InputError(
-                f"run folder {folder} is in use by {file.read().strip()}: end that job first, or "
-                "set trainer.experiment_name or trainer.default_local_dir"
-            ) from None
+            holder = file.read().strip()
         except OSError as error:
             logger.warning("%s cannot be locked (%s): start no second job there", folder, error)
             return file
-        file.truncate(0)
-        now = time.strftime("%Y-%m-%d %H:%M:%S")
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {now}\n")
-        file.flush()
-        return file
+        limit = LOCK_PATIENCE_S[f"{here} " in holder] if patience_s is None else patience_s
+        if time.monotonic() - started >= limit:
+            raise InputError(
+                f"run folder {folder} is in use by {holder}: end that job first, or set "
+                "trainer.experiment_name or trainer.default_local_dir"
+            )
+        time.sleep(0.2)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} {here} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    file.flush()
+    return file
 
 
 def set_aside(path: Path) -> None:
