@@ -27,7 +27,7 @@ from ppo.forward import (
     score_labels,
     values,
 )
-from ppo.weights import Source, load_weights, materialize, raise_problems
+from ppo.weights import Source, WeightsError, load_weights, materialize, raise_problems
 from sharding.fsdp import checkpoint_activations, offload_activations, shard_model
 from sharding.mesh import Mesh
 
@@ -46,8 +46,9 @@ def load_hf_config(path: str | Path, model_config: ModelConfig) -> Any:
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=model_config.trust_remote_code)
-    except OSError as error:
-        raise InputError(f"model.path={path}: no configuration there: {error}") from error
+    except (OSError, ValueError) as error:  # no file, no JSON, an unknown type, code of its own
+        hint = "set model.trust_remote_code: " if "trust_remote_code" in str(error) else ""
+        raise InputError(f"{path}: no configuration that loads: {hint}{error}") from error
     for key, value in model_config.override_config.items():
         if not hasattr(config, key):
             raise InputError(f"model.override_config.{key}: {path} has no such key")
@@ -145,7 +146,8 @@ def _on_meta(
                 config, dtype=dtype, trust_remote_code=model_config.trust_remote_code
             )
     except ValueError as error:  # an encoder, or an architecture that has code of its own
-        raise InputError(f"{path}: is no decoder that transformers knows: {error}") from error
+        reason = str(error).partition("\n")[0]  # what follows lists everything that it knows
+        raise InputError(f"{path}: is no decoder that transformers knows: {reason}") from error
 
 
 def _replace(
@@ -229,13 +231,16 @@ def _whole_on_host(
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
-    loaded: Any = kind.from_pretrained(
-        path,
-        config=load_hf_config(path, model_config),
-        dtype=dtype,
-        trust_remote_code=model_config.trust_remote_code,
-        output_loading_info=True,
-    )
+    try:
+        loaded: Any = kind.from_pretrained(
+            path,
+            config=load_hf_config(path, model_config),
+            dtype=dtype,
+            trust_remote_code=model_config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path}: no weights that load: {error}") from error
     module, info = loaded
     raise_problems(
         [

@@ -4,16 +4,20 @@ Owns how a conversation becomes the documents of a forward pass and its scores o
 Must not know engines, advantages or what else scores a sample.
 """
 
+import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ppo.batch import make_batch
 from ppo.data.dataset import Prompt
+from ppo.data.tokenizer import render_chat, token_ids
 from ppo.engines.contract import Completion
 from ppo.errors import InputError
 from ppo.learner import Frozen
@@ -23,6 +27,8 @@ from sharding.mesh import Mesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +43,22 @@ class RewardModel:
         """The logit of each conversation, prompt and response: [B] float32 on every rank's host.
 
         A document is scored at its last token, as transformers' classifiers do. That is the value
-        of the state before one more token, so one is put behind it; attention is causal.
+        of the state before one more token, so one is put behind it; attention is causal. NaN for a
+        conversation with more tokens than the model has positions.
 
         A stop request ends the pass. Collective.
         """
         documents = self._documents(prompts, texts, run.mesh)
+        limit = getattr(self.model.hf_config, "max_position_embeddings", None) or sys.maxsize
+        too_long = torch.tensor([len(ids) >= limit for ids in documents])
+        if too_long.any():
+            if run.mesh.rank == 0:  # every rank has the same
+                logger.warning(
+                    "%d of %d conversations do not fit the %d positions of the reward model: no "
+                    "score for them",
+                    *(int(too_long.sum()), len(documents), limit),
+                )
+            documents = [ids if len(ids) < limit else ids[:1] for ids in documents]
         ended = Completion([self.batcher.pad_id], [0.0], "stop")
         batch = make_batch(
             [
@@ -52,7 +69,7 @@ class RewardModel:
         )
         with self.model.on_device() as module:
             values = response_values(module, batch, batcher=self.batcher, run=run)  # [B, 1]
-        return values[:, 0]
+        return values[:, 0].masked_fill(too_long, torch.nan)
 
     def _documents(
         self, prompts: Sequence[Prompt], texts: Sequence[str], mesh: Mesh
@@ -64,7 +81,11 @@ class RewardModel:
             for prompt, text in zip(
                 prompts[mesh.rank :: world_size], texts[mesh.rank :: world_size], strict=True
             ):
-                mine.append(np.array(conversation_ids(self.tokenizer, prompt, text), np.int32))
+                ids = until_scored(
+                    conversation_ids(self.tokenizer, prompt, text),
+                    self.model.hf_config.pad_token_id,
+                )
+                mine.append(np.array(ids, np.int32))
         except InputError as problem:
             error = problem
         parts: list[tuple[list[Any], InputError | None]] = [([], None)] * world_size
@@ -77,19 +98,26 @@ class RewardModel:
 
 def conversation_ids(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt, text: str) -> list[int]:
     """The prompt's messages and the response as one conversation. Raises InputError."""
-    from jinja2 import TemplateError
-
     messages = prompt.messages
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    conversation = [*messages, {"role": "assistant", "content": text}]
     try:
-        rendered = tokenizer.apply_chat_template(conversation, tokenize=False)
-    except TemplateError as error:
-        raise InputError(
-            f"reward.model: its chat template refuses prompt {prompt.uid}: {error}"
-        ) from error
-    ids: list[int] = tokenizer(rendered, add_special_tokens=False)["input_ids"]  # pyright: ignore
+        rendered = render_chat(tokenizer, [*messages, {"role": "assistant", "content": text}])
+    except InputError as error:
+        raise InputError(f"reward.model, prompt {prompt.uid}: {error}") from error
+    [ids] = token_ids(tokenizer, [rendered])
     if not ids:
-        raise InputError(f"reward.model: its chat template makes nothing of prompt {prompt.uid}")
+        raise InputError(f"reward.model, prompt {prompt.uid}: its tokenizer makes no token of it")
     return ids
+
+
+def until_scored(ids: list[int], pad_token_id: int | None) -> list[int]:
+    """The ids up to the token that is scored: the last one that is not the model's padding.
+
+    transformers' classifiers cannot tell padding from a conversation that ends with that token, as
+    one does whose end-of-sequence token pads; they are trained and published with that rule.
+    """
+    end = len(ids)
+    while end > 1 and ids[end - 1] == pad_token_id:
+        end -= 1
+    return ids[:end]

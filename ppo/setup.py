@@ -21,9 +21,10 @@ from ppo.data.dataset import Prompt, Prompts, Split, build_dataset
 from ppo.data.sampler import PromptSampler
 from ppo.data.tokenizer import load_tokenizer
 from ppo.engines.contract import stop_token_ids
+from ppo.errors import InputError
 from ppo.learner import Frozen, Learner, make_optimizer
 from ppo.models import build_causal_lm, build_value_model, is_packable, load_hf_config
-from ppo.reward_model import RewardModel
+from ppo.reward_model import RewardModel, conversation_ids
 from ppo.rewards.contract import RewardError
 from ppo.rewards.pool import RewardPool
 from ppo.run import Run
@@ -133,6 +134,8 @@ def open_collector(
 ) -> Iterator[Collector]:
     """Start the engine, asleep, and put it together with tokenizer and rewards."""
     reward_model = build_reward_model(config, run)
+    if reward_model is not None:  # a template that fails is said now, not after a generation
+        conversation_ids(reward_model.tokenizer, next(prompts.all()), "")
     folder = model_folder(config.model.path, run)
     engine = build_engine(config, run.mesh, folder, prompts.tokenizer, run.dir, module=actor.module)
     with closing(engine):
@@ -192,8 +195,11 @@ def build_models(config: Config, run: Run, total_steps: int) -> Models:
         "forward_only": False,
         "dtype": master,
     }
-    model_type = load_hf_config(folder, config.model).model_type
-    aligned = row_parallel_weight(model_type) if config.parallel.align_to_rollout else None
+    hf_config = load_hf_config(folder, config.model)
+    _check_positions(config, hf_config)
+    aligned = None
+    if config.parallel.align_to_rollout:
+        aligned = row_parallel_weight(hf_config.model_type)
     actor = build_causal_lm(
         folder, run.mesh, fsdp_config=config.actor.fsdp, shard_dim1=aligned, **trained
     )
@@ -210,6 +216,18 @@ def build_models(config: Config, run: Run, total_steps: int) -> Models:
         )
         ref = Frozen(module=module, device=run.mesh.device, param_offload=True)
     return Models(_learner("actor", actor, config, run, total_steps), critic, ref)
+
+
+def _check_positions(config: Config, hf_config: Any) -> None:
+    """Raise InputError when the longest sequence has more tokens than the policy has positions."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise InputError(
+            f"data.max_prompt_length + data.max_response_length = {longest} tokens: "
+            f"{config.model.path} has max_position_embeddings = {limit}; lower them, or set "
+            "model.override_config.max_position_embeddings"
+        )
 
 
 def build_reward_model(config: Config, run: Run) -> RewardModel | None:

@@ -257,15 +257,25 @@ def _load_through_host(
     source: Source,
     reason: str,
 ) -> None:
-    """Broadcast each tensor of a whole model that rank 0 builds, and keep this rank's slice."""
+    """Broadcast each tensor of a whole model that rank 0 builds, and keep this rank's slice.
+
+    What is wrong with the files is raised on every rank.
+    """
     rank = dist.get_rank(source.group)
     logger.info(
         "%s: loading through one whole copy on the host of rank 0 (%s)", files.folder, reason
     )
     whole: dict[str, Tensor] = {}
+    found: list[WeightsError | None] = [None]
     if rank == 0:
-        host = source.build()
-        whole = {**dict(host.named_parameters()), **dict(host.named_buffers())}
+        try:
+            host = source.build()
+            whole = {**dict(host.named_parameters()), **dict(host.named_buffers())}
+        except WeightsError as error:
+            found = [error]
+    dist.broadcast_object_list(found, group_src=0, group=source.group)
+    if found[0] is not None:
+        raise found[0]
     for name, target in targets.items():
         full = torch.empty(target.shape, dtype=target.dtype)
         if rank == 0 and name in whole:

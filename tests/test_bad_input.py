@@ -67,6 +67,7 @@ def test_a_wrong_configuration_names_key_value_and_rule(run_main, override, word
         (["model.attn_implementation=foo"], ("model.attn_implementation", "foo")),
         (["model.attn_implementation=flash_attention_2"], ("flash_attention_2", "flash-attn")),
         (["model.override_config.foo=1"], ("model.override_config.foo", "no such key")),
+        (["model.override_config.max_position_embeddings=40"], ("64 tokens", "= 40", "lower them")),
         (["data.train_max_samples=5"], ("data.train_batch_size", "5")),
         (["trainer.default_local_dir=/proc/nowhere"], ("run folder /proc/nowhere",)),
     ],

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from ppo.config.sections import DataConfig
 from ppo.data.rows import DataError, Row, Sample, find_files, is_tiny, parse_row, read_rows
+from ppo.data.tokenizer import render_chat, token_ids
+from ppo.errors import InputError
 from ppo.plugin import PluginError, load_plugin
 from ppo.tiny import tiny_rows
 
@@ -72,8 +74,8 @@ class PromptDataset:
         self._prompts: list[Prompt] = []
         for start in range(0, len(rows), TOKENIZE_ROWS):
             chunk = slice(start, start + TOKENIZE_ROWS)
-            token_ids = _tokenize(rows[chunk], samples[chunk], tokenizer, data)
-            for uid, ids in enumerate(token_ids, start):
+            tokenized = _tokenize(rows[chunk], samples[chunk], tokenizer, data)
+            for uid, ids in enumerate(tokenized, start):
                 kept = _fit(ids, rows[uid], data)
                 if kept is not None:
                     self._prompts.append(_prompt(uid, kept, samples[uid]))
@@ -146,30 +148,17 @@ def _tokenize(
     data: DataConfig,
 ) -> list[list[int]]:
     texts = [_render(*pair, tokenizer, data) for pair in zip(rows, samples, strict=True)]
-    # the template has written the special tokens already
-    token_ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
-    return token_ids
+    return token_ids(tokenizer, texts)
 
 
 def _render(
     row: Row, sample: Sample, tokenizer: "PreTrainedTokenizerBase", data: DataConfig
 ) -> str:
-    from jinja2 import TemplateError
-
-    messages = sample.messages
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
-    options: dict[str, Any] = {"add_generation_prompt": True, **data.apply_chat_template_kwargs}
-    options["tokenize"] = False
+    options = {"add_generation_prompt": True, **data.apply_chat_template_kwargs}
     try:
-        text = tokenizer.apply_chat_template(messages, **options)
-    except TemplateError as error:
-        problem = f"the chat template refuses it: {error}"
-        raise row.error(problem, data.prompt_key) from error
-    assert isinstance(text, str)
-    if not text:
-        raise row.error("the chat template makes an empty text of it", data.prompt_key)
-    return text
+        return render_chat(tokenizer, sample.messages, **options)
+    except InputError as error:
+        raise row.error(str(error), data.prompt_key) from error
 
 
 def _fit(ids: list[int], row: Row, data: DataConfig) -> list[int] | None:

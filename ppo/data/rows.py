@@ -16,6 +16,8 @@ from ppo.errors import InputError
 
 PARQUET = {".parquet"}
 JSON_LINES = {".jsonl", ".json", ".ndjson"}
+NO_SOURCE = "unknown"
+"""data_source of rows without one, as verl calls it"""
 QUICK_ROWS = 64
 """rows of each file that `check_data_files` reads"""
 
@@ -140,7 +142,10 @@ def parse_row(row: Row, data: DataConfig, *, need_data_source: bool = True) -> S
     messages = _parse_prompt(row, values.pop(data.prompt_key, None), data.prompt_key)
     source = values.pop(data.reward_fn_key, None)
     if source is None and need_data_source:
-        problem = "is missing: it picks the scorer (data.reward_fn_key)"
+        problem = (
+            "is missing: it picks the built-in scorer (data.reward_fn_key); reward.function.path "
+            "or a reward model does without"
+        )
         raise row.error(f"{problem}; found {_columns(row)}", data.reward_fn_key)
     if source is not None and not isinstance(source, str):
         raise row.error(f"must be text, not {_kind(source)}", data.reward_fn_key)
@@ -148,7 +153,7 @@ def parse_row(row: Row, data: DataConfig, *, need_data_source: bool = True) -> S
     extra = _optional_dict(row, values.pop("extra_info", None), "extra_info")
     fallback = values.pop("ground_truth", None)
     truth = reward_model.get("ground_truth", fallback)
-    return Sample(messages, source or "", truth, values | extra)
+    return Sample(messages, source or NO_SOURCE, truth, values | extra)
 
 
 def _parse_prompt(row: Row, prompt: Any, key: str) -> list[dict[str, str]] | str:

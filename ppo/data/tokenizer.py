@@ -1,10 +1,15 @@
-"""The tokenizer of a run: loaded, with a chat template and a padding token, or a clear error."""
+"""The tokenizer of a run: loaded, with a chat template and a padding token, or a clear error.
+
+Also how a conversation becomes text and token ids, which prompts and the reward model share.
+"""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ppo.data.rows import DataError
+from ppo.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,7 +31,7 @@ def load_tokenizer(
         template_key: the key that it comes from, for the message.
 
     Raises:
-        DataError: there is no tokenizer, or it has no chat template.
+        DataError: there is no tokenizer, or it has no chat template, or no token to pad with.
     """
     from transformers import AutoTokenizer
 
@@ -43,7 +48,46 @@ def load_tokenizer(
             f"{template_key} (for prompts as plain text: "
             "\"{% for m in messages %}{{ m['content'] }}{% endfor %}\")",
         )
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+        raise DataError(path, "the tokenizer has neither a padding nor an end-of-sequence token")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("the tokenizer has no padding token: %s is used", tokenizer.pad_token)
     return tokenizer
+
+
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[dict[str, str]] | str,
+    **options: Any,
+) -> str:
+    """A conversation, or plain text as one user message, as its chat template writes it.
+
+    Args:
+        options: passed on to apply_chat_template.
+
+    Raises:
+        InputError: the template refuses it, fails, or makes nothing of it.
+    """
+    from jinja2 import TemplateError
+
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    try:
+        text = tokenizer.apply_chat_template(messages, **{**options, "tokenize": False})
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        # a template is a program: what it does with a message can fail in any of these ways
+        raise InputError(f"the chat template refuses it: {error}") from error
+    assert isinstance(text, str)
+    if not text:
+        raise InputError("the chat template makes an empty text of it")
+    return text
+
+
+def token_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of rendered conversations, whose special tokens the template has written.
+
+    Lengths are checked by who asks: the tokenizer's own warning is switched off.
+    """
+    encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)
+    return encoded["input_ids"]  # pyright: ignore[reportReturnType]

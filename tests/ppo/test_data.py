@@ -90,7 +90,7 @@ def test_other_column_names_and_a_missing_data_source_where_it_is_not_needed(tmp
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "task": "t"}, {"question": "r"}])
     config = data_config(prompt_key="question", reward_fn_key="task")
     dataset = PromptDataset(path, TOKENIZER, config, need_data_source=False)
-    assert [dataset[i].data_source for i in range(2)] == ["t", ""]
+    assert [dataset[i].data_source for i in range(2)] == ["t", "unknown"]
     with pytest.raises(DataError, match=r"a\.jsonl, row 1 \(line 2\), column 'task': is missing"):
         PromptDataset(path, TOKENIZER, config)
 
@@ -186,6 +186,18 @@ def test_chat_template_options_reach_it_and_its_refusal_names_the_row(tmp_path):
     bad = write_jsonl(tmp_path / "b.jsonl", [simple_row([{"role": "system", "content": "a"}])])
     with pytest.raises(DataError, match=r"b\.jsonl, row 0 .*refuses it: user first"):
         PromptDataset(bad, tokenizer, config)
+    tokenizer.chat_template = "{{ messages[0]['content'] + 1 }}"  # not an error of Jinja's own
+    with pytest.raises(DataError, match=r"a\.jsonl, row 0 .*can only concatenate str"):
+        PromptDataset(path, tokenizer, config)
+
+
+def test_the_length_that_a_tokenizer_is_saved_with_is_no_warning(tmp_path, caplog):
+    tokenizer = build_tiny_tokenizer()
+    tokenizer.model_max_length = 4
+    path = write_jsonl(tmp_path / "a.jsonl", [simple_row("longer than four")])
+    with caplog.at_level("WARNING", "transformers"):
+        PromptDataset(path, tokenizer, data_config())
+    assert not caplog.records
 
 
 def test_a_tokenizer_without_chat_template_is_an_error_and_a_custom_one_heals_it(tmp_path):
@@ -199,6 +211,17 @@ def test_a_tokenizer_without_chat_template_is_an_error_and_a_custom_one_heals_it
     assert healed.apply_chat_template(message, tokenize=False) == "ab"
     with pytest.raises(DataError, match="holds no tokenizer"):
         load_tokenizer(tmp_path / "nowhere")
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end_of_sequence_or_is_an_error(tmp_path):
+    tokenizer = build_tiny_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).pad_token_id == tokenizer.eos_token_id
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="neither a padding nor an end-of-sequence token"):
+        load_tokenizer(tmp_path)
 
 
 def test_max_samples_take_the_first_rows_of_their_split():

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ppo.config.sections import ModelConfig
 from ppo.config.training import FsdpConfig, MixedPrecisionConfig
+from ppo.errors import InputError
 from ppo.forward import packing_obstacle
 from ppo.models import build_causal_lm, build_value_model, is_packable, load_hf_config
 from sharding.mesh import ParallelDims, build_mesh
@@ -220,6 +221,20 @@ def test_override_config_refuses_a_key_that_the_model_lacks(tmp_path):
     assert config.rms_norm_eps == 0.5
     with pytest.raises(ValueError, match=r"model.override_config.rms_norm: .* no such key"):
         load_hf_config(folder, model_config(folder, override_config={"rms_norm": 0.5}))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{nope", "not a valid JSON"),
+        ('{"model_type": "nope"}', "model type `nope`"),
+        ('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}', "set model.trust_remote"),
+    ],
+)
+def test_a_configuration_that_does_not_load_is_wrong_input(tmp_path, text, words):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=f"{tmp_path}: no configuration that loads: .*{words}"):
+        load_hf_config(tmp_path, model_config(tmp_path))
 
 
 def test_dropout_is_switched_off(tmp_path):

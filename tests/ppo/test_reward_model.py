@@ -16,6 +16,7 @@ from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
 from ppo.errors import InputError
 from ppo.metrics import Metrics
+from ppo.reward_model import until_scored
 from ppo.run import Run
 from ppo.setup import build_reward_model
 from ppo.tiny import build_tiny_model, build_tiny_tokenizer
@@ -42,11 +43,18 @@ MESHES: dict[str, tuple[str, ...]] = {
 }
 
 
-def save_classifier(folder: Path, model_type: str = "llama", num_labels: int = 1) -> Path:
+def save_classifier(
+    folder: Path, model_type: str = "llama", num_labels: int = 1, **extra: Any
+) -> Path:
     """A random float32 sequence classifier that reads the bytes of a conversation."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    shape = SHAPE | {"vocab_size": 512, "initializer_range": 0.15, "num_labels": num_labels}
+    shape = SHAPE | {
+        "vocab_size": 512,
+        "initializer_range": 0.15,
+        "num_labels": num_labels,
+        **extra,
+    }
     torch.manual_seed(1)
     config = AutoConfig.for_model(model_type, **shape)
     AutoModelForSequenceClassification.from_config(config).float().save_pretrained(folder)
@@ -126,6 +134,35 @@ def test_a_mixture_of_experts_whose_names_are_converted_scores_as_transformers(t
     folder = save_classifier(tmp_path / "model", "mixtral")
     for scores in run_distributed(score_on_every_mesh, 2, folder, tmp_path / "runs", ["full"]):
         torch.testing.assert_close(scores[0], expected_scores(folder), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.distributed
+def test_a_conversation_that_ends_with_the_padding_token_scores_as_transformers_does(tmp_path):
+    folder = save_classifier(tmp_path / "model", pad_token_id=ord("."))
+    want = expected_scores(folder)
+    other = save_classifier(tmp_path / "other")  # the same weights, another padding token
+    assert (want - expected_scores(other)).abs().min() > 1e-3
+    names = ["full", "padded", "sp 2"]
+    for scores in run_distributed(score_on_every_mesh, 2, folder, tmp_path / "runs", names):
+        for name, got in zip(names, scores, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_only_padding_at_the_end_is_cut_and_one_token_is_left():
+    assert until_scored([5, 0, 6, 0, 0], 0) == [5, 0, 6]
+    assert until_scored([5, 6], None) == [5, 6]
+    assert until_scored([0, 0], 0) == [0]
+
+
+@pytest.mark.distributed
+def test_a_conversation_longer_than_the_positions_of_the_model_has_no_score(tmp_path):
+    folder = save_classifier(tmp_path / "model", "gpt2", n_positions=32)
+    lengths = [
+        len(expected_text(*pair).encode()) for pair in zip(make_prompts(), RESPONSES, strict=True)
+    ]
+    for scores in run_distributed(score_on_every_mesh, 1, folder, tmp_path / "runs", ["full"]):
+        assert [not score.isfinite() for score in scores[0]] == [n >= 32 for n in lengths]
+        assert 0 < scores[0].isfinite().sum() < len(lengths)
 
 
 REWARD = """
@@ -243,18 +280,25 @@ def errors_of(
 def test_what_cannot_be_a_reward_model_is_wrong_input(tmp_path):
     causal = build_tiny_model(tmp_path / "causal")
     strict = "reward.model.chat_template=\"{{ raise_exception('roles must alternate') }}\""
+    typo = "reward.model.chat_template='{{ messages[0].content + 1 }}'"
+    empty = save_classifier(tmp_path / "empty")
+    (empty / "model.safetensors").unlink()
     jobs = [
         (causal, ()),
         (save_classifier(tmp_path / "five", num_labels=5), ()),
         (save_classifier(tmp_path / "encoder", "deberta-v2"), ()),
         (save_classifier(tmp_path / "good"), (strict,)),
+        (save_classifier(tmp_path / "good"), (typo,)),
+        (empty, ()),
     ]
-    for messages in run_distributed(errors_of, 2, jobs, tmp_path / "run"):
-        no_head, five, encoder, refused = messages
+    for messages in run_distributed(errors_of, 2, jobs, tmp_path / "run"):  # on both ranks
+        no_head, five, encoder, refused, fails, no_weights = messages
         assert "score.weight" in no_head and str(causal) in no_head
         assert "score.weight" in five and "5" in five
         assert "no decoder" in encoder
-        assert "chat template refuses prompt 0" in refused and "alternate" in refused
+        assert "reward.model, prompt 0" in refused and "alternate" in refused
+        assert "reward.model, prompt 0" in fails and "can only concatenate str" in fails
+        assert str(empty) in no_weights and "no weights that load" in no_weights
 
 
 def test_the_reward_model_needs_a_path_and_something_to_count():
