@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LARGEST_BIN = 1e20
+"""TensorBoard's histograms end there"""
+
 
 class Tracker:
     """Writes steps and samples. On ranks where it is not enabled every method does nothing.
@@ -101,8 +104,8 @@ class Tracker:
             writer.add_text(f"samples/{split}", text, step)
 
     def histogram(self, step: int, name: str, values: Sequence[float]) -> None:
-        """Write a distribution to TensorBoard; values that are not finite are left out."""
-        finite = [value for value in values if math.isfinite(value)]
+        """Write a distribution to TensorBoard; values that its bins do not hold are left out."""
+        finite = [value for value in values if abs(value) < LARGEST_BIN]
         if finite and (writer := self._tensorboard()):
             import numpy as np
 

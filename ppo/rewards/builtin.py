@@ -59,9 +59,11 @@ def compute_score(
             the default.
 
     Raises:
-        RewardError: unknown data source, or a method that its scorer does not have.
+        RewardError: unknown data source, a method that its scorer does not have, or no ground
+            truth.
     """
     scorer = scorer_of(data_source)
+    _require_truth(scorer, ground_truth)
     extra = extra_info or {}
     chosen = method or extra.get("method")
     if chosen is not None and chosen not in METHODS.get(scorer, (chosen,)):
@@ -82,3 +84,11 @@ def compute_score(
             return float(re.search(ground_truth, solution_str) is not None)
     assert scorer == "tiny", scorer
     return tiny.score(solution_str, ground_truth)
+
+
+def _require_truth(scorer: str, ground_truth: Any) -> None:
+    if ground_truth is None and scorer != "reasoning_gym":  # its tasks may score without
+        raise RewardError(
+            f"the built-in scorer {scorer} needs a ground truth: column reward_model.ground_truth, "
+            "or ground_truth"
+        )

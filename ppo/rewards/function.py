@@ -17,6 +17,7 @@ from ppo.rewards import builtin
 from ppo.rewards.contract import FunctionSettings, RewardError, RewardRequest
 
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 class Scored(NamedTuple):
@@ -156,7 +157,7 @@ def read(value: Any, settings: FunctionSettings) -> Scored:
 
     Raises:
         RewardError: it has a wrong type.
-        ValueError: the score is NaN or infinite.
+        ValueError: the score is NaN or infinite, as float32.
     """
     name, extra = settings.name, {}
     if settings.style == "trl":
@@ -175,8 +176,8 @@ def read(value: Any, settings: FunctionSettings) -> Scored:
     if score is None:
         kind = type(value).__name__
         raise RewardError(f'{name} must return a float, a bool or a dict with "score", not {kind}')
-    if not math.isfinite(score):
-        raise ValueError(f"{name} returned {score}")
+    if not abs(score) <= FLOAT32_MAX:
+        raise ValueError(f"{name} returned {score}, which is no finite float32")
     found = {key: _number(entry) for key, entry in extra.items()}
     return Scored(score, {k: v for k, v in found.items() if v is not None and math.isfinite(v)})
 

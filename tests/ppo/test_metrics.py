@@ -144,6 +144,7 @@ def _log(folder: Path, *, after: int, steps: list[int], note: float) -> None:
             sample = {"prompt": "2 + 2", "response": "4\n<b>", "score": 1.0}
             tracker.samples(step, [sample, sample], split="train", num_text=1)
             tracker.histogram(step, "response_length", [1, 2, math.inf])
+            tracker.histogram(step, "beyond the last bin", [-1e30, 1e30])
 
 
 def test_a_resume_cuts_the_rows_after_its_checkpoint(

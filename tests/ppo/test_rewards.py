@@ -29,6 +29,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
         case "sys.exit": sys.exit(4)
         case "nan": return float("nan")
         case "inf": return {"score": float("-inf")}
+        case "huge": return -1e39
         case "print": print("x" * 3_000_000, flush=True); return 1
         case "close": os.closerange(0, 100); time.sleep(60)
         case "memory": return len(bytearray(64 << 30))
@@ -120,6 +121,7 @@ def test_scores_come_in_order_with_arguments_options_and_neighbour_modules(nasty
         ("sys.exit", "error", "SystemExit: 4"),
         ("nan", "error", "compute_score returned nan"),
         ("inf", "error", "compute_score returned -inf"),
+        ("huge", "error", "compute_score returned -1e+39, which is no finite float32"),
         ("close", "error", "ended: signal SIGKILL"),
         ("memory", "error", "MemoryError"),
         ("none", "error", "must return a float, a bool or a dict"),

@@ -118,3 +118,9 @@ def test_each_data_source_has_the_scorer_that_is_expected():
         assert all(name in str(caught.value) for name in names)
     with pytest.raises(RewardError, match="gsm8k has no method 'own'; it has strict, flexible"):
         compute_score("gsm8k", "1", "1", method="own")
+
+
+@pytest.mark.parametrize("source", ["gsm8k", "math", "exact_match", "regex", "tiny"])
+def test_a_missing_ground_truth_is_said_instead_of_scored_0(source):
+    with pytest.raises(RewardError, match=f"{source} needs a ground truth"):
+        compute_score(source, "1", None)
