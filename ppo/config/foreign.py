@@ -156,8 +156,11 @@ def foreign_advice(path: str, known: set[str]) -> str | None:
 
 
 def not_built(path: str) -> NotBuilt | None:
-    """The entry of a key, or of the section it stands in, whose feature does not exist yet."""
-    parts = path.split(".")
+    """The entry of a key, or of the section it stands in, whose feature does not exist yet.
+
+    Keys of other trainers count as what they are called here.
+    """
+    parts = _rename(path).split(".")
     for length in range(len(parts), 0, -1):
         entry = NOT_BUILT.get(".".join(parts[:length]))
         if entry is not None:

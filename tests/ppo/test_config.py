@@ -183,6 +183,12 @@ def test_a_key_of_another_trainer_says_what_replaces_it(path, advice):
     assert advice in found
 
 
+def test_a_key_of_another_trainer_whose_feature_is_missing_says_so():
+    (found,) = problems("reward_model.reward_manager=dapo")
+    assert "not built yet" in found
+    load("reward_model.reward_manager=naive")  # asks for nothing
+
+
 @pytest.mark.parametrize(
     "override",
     ["model.lora_rank=8", "guards.preset=strict", "guards.rules=[]", "reward.normalize=true",
