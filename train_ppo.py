@@ -311,7 +311,8 @@ def resume(
         optimizers = models.optimizers(config.actor.checkpoint.save_contents)
         saved = checkpoints.load(folder, models.modules(), optimizers)
     except CheckpointError as error:
-        raise InputError(f"trainer.resume_mode = {mode!r}: {error}") from error
+        advice = "trainer.resume_mode=disable starts anew"
+        raise InputError(f"trainer.resume_mode = {mode!r}: {error}; {advice}") from error
     changed = changed_keys(from_yaml(saved["config"]), config)
     if changed and not config.trainer.allow_changed_config:
         raise ConfigError(

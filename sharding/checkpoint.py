@@ -158,6 +158,9 @@ class Checkpointer:
         """The newest checkpoint whose files are all as written, or None; same on all ranks.
 
         Ranks read different files. A damaged checkpoint is skipped with a warning that names it.
+
+        Raises:
+            CheckpointError: on all ranks: there are checkpoints, and every one is damaged.
         """
         self.finish()
         (candidates,) = self._from_rank_0(lambda: [files.list_checkpoints(self.folder)])
@@ -167,6 +170,8 @@ class Checkpointer:
                 return candidate
             if self._mesh.rank == 0:
                 logger.warning("checkpoint %s skipped: %s", candidate.name, damage)
+        if candidates:  # to start anew would overwrite them
+            raise CheckpointError(f"{self.folder}: every checkpoint is damaged")
         return None
 
     def load(

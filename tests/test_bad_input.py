@@ -95,6 +95,18 @@ def test_a_metric_to_keep_the_best_by_that_no_step_has_is_warned_about(run_main)
     assert code == 0 and "trainer.keep_best: step 1 has no metric no/metric" in err
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_over_them(run_main, tmp_path):
+    short = ("trainer.total_training_steps=2", "data.val_files=[]")
+    assert run_main(*short)[0] == 0
+    steps = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
+    for step in steps:
+        (step / "train_state.json").unlink()
+    code, err = run_main(*short)
+    assert code == 2 and "every checkpoint is damaged; trainer.resume_mode=disable" in err
+    assert all(f"checkpoint {step.name} skipped" in err for step in steps) and len(steps) == 2
+    assert run_main(*short, "trainer.resume_mode=disable")[0] == 0
+
+
 def test_all_problems_are_listed_at_once(run_main):
     code, err = run_main("trainer.sed=1", "actor.ppo_mini_batch_size=7", "rollout.temperature=-1")
     assert code == 2
