@@ -31,6 +31,11 @@ def _training(config: Config) -> Iterator[str]:
             "model.enable_activation_offload without model.enable_gradient_checkpointing moves "
             "every activation to the host: slow"
         )
+    if config.model.dtype != "float32":
+        yield (
+            f"model.dtype = {config.model.dtype}: master weights and Adam moments have no more "
+            "digits than that, and small updates are rounded away"
+        )
     if config.algorithm.adv_estimator != "gae":
         if config.critic.enable:
             yield "critic.enable has no effect: only algorithm.adv_estimator gae has a critic"

@@ -112,6 +112,7 @@ def test_all_problems_are_found_at_once():
     ("overrides", "word"),
     [
         (["model.trust_remote_code=true"], "trust_remote_code"),
+        (["model.dtype=bfloat16"], "small updates are rounded away"),
         (["actor.ppo_micro_batch_size_per_gpu=2"], "no effect with use_dynamic_bsz"),
         (["actor.use_kl_loss=true"], "counts twice"),
         (["algorithm.kl_ctrl.kl_coef=0"], "only measures"),
