@@ -286,7 +286,12 @@ def save_checkpoint(
     """Write the state at this iteration boundary; `values` may hold trainer.keep_best's metric."""
     best = config.trainer.keep_best
     if values and best is not None and best not in values:
-        logger.warning("trainer.keep_best: step %d has no metric %s", state.step, best)
+        logger.warning(
+            "trainer.keep_best: step %d has no metric %s",
+            state.step,
+            best,
+            extra={"every_rank": True},
+        )
     checkpoints.save(
         state.step,
         models.modules(),

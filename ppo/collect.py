@@ -186,14 +186,14 @@ class Collector:
     def _report(self, failures: list[RewardResult], total: int) -> None:
         if not failures:
             return
-        if self.run.mesh.rank == 0:  # every rank has the same
-            logger.warning(
-                "the reward of %d of %d samples failed and they are masked out; the first (%s): %s",
-                len(failures),
-                total,
-                failures[0].failed,
-                failures[0].traceback.strip(),
-            )
+        logger.warning(
+            "the reward of %d of %d samples failed and they are masked out; the first (%s): %s",
+            len(failures),
+            total,
+            failures[0].failed,
+            failures[0].traceback.strip(),
+            extra={"every_rank": True},
+        )
         limit = self.config.reward.max_failed_fraction
         if len(failures) > limit * total:
             raise RuntimeError(

@@ -72,6 +72,7 @@ def plan_forward(
                 "%s: its attention limits the scores, for which torch has no kernel: it is slow; "
                 "model.attn_implementation=flash_attention_2 has one",
                 type(module).__name__,
+                extra={"every_rank": True},
             )
         register()
         module.set_attn_implementation(ATTENTION_NAME)
@@ -80,7 +81,10 @@ def plan_forward(
             _set_attention(module, attn_implementation)
         if use_remove_padding:
             logger.warning(
-                "%s: sequences are padded, not packed: %s", type(module).__name__, obstacle
+                "%s: sequences are padded, not packed: %s",
+                type(module).__name__,
+                obstacle,
+                extra={"every_rank": True},
             )
     transform = LogitTransform(
         scale=getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0),

@@ -107,7 +107,12 @@ class Learner(Frozen):
         if math.isfinite(norm):
             self.optimizer.step()
         else:
-            logger.warning("%s: gradient norm %s, update skipped", self.name, norm)
+            logger.warning(
+                "%s: gradient norm %s, update skipped",
+                self.name,
+                norm,
+                extra={"every_rank": True},
+            )
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 

@@ -52,12 +52,11 @@ class RewardModel:
         limit = getattr(self.model.hf_config, "max_position_embeddings", None) or sys.maxsize
         too_long = torch.tensor([len(ids) >= limit for ids in documents])
         if too_long.any():
-            if run.mesh.rank == 0:  # every rank has the same
-                logger.warning(
-                    "%d of %d conversations do not fit the %d positions of the reward model: no "
-                    "score for them",
-                    *(int(too_long.sum()), len(documents), limit),
-                )
+            logger.warning(
+                "%d of %d conversations do not fit the %d positions of the reward model: no score",
+                *(int(too_long.sum()), len(documents), limit),
+                extra={"every_rank": True},
+            )
             documents = [ids if len(ids) < limit else ids[:1] for ids in documents]
         ended = Completion([self.batcher.pad_id], [0.0], "stop")
         batch = make_batch(

@@ -133,11 +133,15 @@ def set_aside(path: Path) -> None:
 def add_log_handlers(folder: Path, rank: int) -> list[logging.Handler]:
     """Log to the console (rank 0: INFO, others: WARNING) and everything to logs/rank_0000.log.
 
+    A warning that is the same on every rank is logged with extra={"every_rank": True}: the console
+    has it from rank 0 only.
+
     Returns the handlers; `remove_log_handlers` takes them away again.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     console = logging.StreamHandler()
     console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    console.addFilter(lambda record: rank == 0 or not getattr(record, "every_rank", False))
     file = logging.FileHandler(folder / "logs" / f"rank_{rank:04d}.log", encoding="utf-8")
     layout = logging.Formatter(
         f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s", "%m-%d %H:%M:%S"

@@ -55,6 +55,7 @@ class PromptSampler:
                 rest,
                 len(dataset),
                 batch_size,
+                extra={"every_rank": True},
             )
 
     def __len__(self) -> int:
@@ -93,6 +94,7 @@ class PromptSampler:
                 len(self._dataset),
                 state["num_prompts"],
                 state["epoch"],
+                extra={"every_rank": True},
             )
         self._position = state["position"]
         self._set_epoch(state["epoch"])

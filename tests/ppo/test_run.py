@@ -20,7 +20,15 @@ import torch.distributed as dist
 from ppo.config import Config, ConfigError, load_config
 from ppo.errors import InputError
 from ppo.run import Run, StopRequested
-from ppo.run_folder import git_revision, lock_folder, read_status, set_aside, write_status
+from ppo.run_folder import (
+    add_log_handlers,
+    git_revision,
+    lock_folder,
+    read_status,
+    remove_log_handlers,
+    set_aside,
+    write_status,
+)
 from ppo.signals import descendants
 from sharding.mesh import build_mesh, init_distributed
 from tests.distributed import run_distributed
@@ -277,6 +285,18 @@ def test_setting_aside_never_overwrites(tmp_path: Path) -> None:
     set_aside(tmp_path / "checkpoints")  # nothing there
     assert (tmp_path / "checkpoints.old1" / "1").exists()
     assert (tmp_path / "checkpoints.old2" / "2").exists()
+
+
+def test_a_warning_of_every_rank_is_on_the_console_once(tmp_path: Path, capfd) -> None:
+    for rank in (0, 1):
+        handlers = add_log_handlers(tmp_path, rank)
+        logging.getLogger("ppo.test").warning("same", extra={"every_rank": True})
+        logging.getLogger("ppo.test").warning("own %d", rank)
+        remove_log_handlers(handlers)
+    said = [line.split(" ", 2)[2] for line in capfd.readouterr().err.splitlines()]
+    start = "WARNING ppo.test:"
+    assert said == [f"[rank 0] {start} same", f"[rank 0] {start} own 0", f"[rank 1] {start} own 1"]
+    assert "same" in (tmp_path / "logs" / "rank_0001.log").read_text()
 
 
 def test_status_is_replaced_whole(tmp_path: Path) -> None:
