@@ -174,6 +174,7 @@ class Collector:
                 return
             job = self.pool.submit([reward_request(batch.prompts[i], texts[i]) for i in share])
             while not job.poll(0.5):
+                self._limit(job.failures, len(texts))  # not only when every sample has hung
                 yield
             mine.update(zip(share, job.results, strict=True))
 
@@ -194,6 +195,9 @@ class Collector:
             failures[0].traceback.strip(),
             extra={"every_rank": True},
         )
+        self._limit(failures, total)
+
+    def _limit(self, failures: list[RewardResult], total: int) -> None:
         limit = self.config.reward.max_failed_fraction
         if len(failures) > limit * total:
             raise RuntimeError(

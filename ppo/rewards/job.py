@@ -37,6 +37,12 @@ class RewardJob:
         return len(self.requests) - self._missing
 
     @property
+    def failures(self) -> list[RewardResult]:
+        """Samples that have failed so far."""
+        with self._state.changed:
+            return [result for result in self._results if result is not None and result.failed]
+
+    @property
     def results(self) -> list[RewardResult]:
         """One result per request, in order; only when done."""
         assert self._missing == 0, f"{self._missing} samples are not scored yet"
