@@ -123,12 +123,29 @@ def build_dataset(
     for needed in ("__len__", "__getitem__"):
         if not hasattr(dataset, needed):
             raise PluginError(f"data.custom_cls: {custom.name} of {custom.path} has no {needed}")
-    if len(dataset) == 0 or not isinstance(dataset[0], Prompt):
-        raise PluginError(
-            f"data.custom_cls: {custom.name} of {custom.path} must hold at least one "
-            f"ppo.data.dataset.Prompt; it holds {len(dataset)} items"
-        )
+    if len(dataset) == 0:
+        raise PluginError(f"data.custom_cls: {custom.name} of {custom.path} holds no prompt")
+    for index in range(len(dataset)):
+        problem = _prompt_problem(dataset[index], data, vocabulary=len(tokenizer))
+        if problem is not None:
+            raise PluginError(
+                f"data.custom_cls: item {index} of {custom.name} of {custom.path} {problem}"
+            )
     return dataset
+
+
+def _prompt_problem(prompt: Any, data: DataConfig, *, vocabulary: int) -> str | None:
+    """Why generation could not take this item of a dataset class of the user."""
+    if not isinstance(prompt, Prompt):
+        return f"must be a ppo.data.dataset.Prompt, not {type(prompt).__name__}"
+    ids = prompt.prompt_ids
+    if not ids:
+        return "has no tokens"
+    if len(ids) > data.max_prompt_length:
+        return f"has {len(ids)} tokens, over data.max_prompt_length = {data.max_prompt_length}"
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        return f"has token ids from {min(ids)} to {max(ids)}: the tokenizer has {vocabulary}"
+    return None
 
 
 def _load_rows(files: str | Sequence[str], data: DataConfig, split: Split, limit: int) -> list[Row]:

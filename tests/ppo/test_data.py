@@ -242,6 +242,15 @@ def test_a_dataset_class_of_the_user_replaces_ours(tmp_path):
         "        super().__init__([Prompt(0, [1], split, None, {}, files)])\n"
         "class Wrong(Mine):\n"
         "    def __getitem__(self, index): return 1\n"
+        "class Empty(Mine):\n"
+        "    def __len__(self): return 0\n"
+        "class Holds(list):\n"
+        "    ids = []\n"
+        "    def __init__(self, files, tokenizer, data, *, split):\n"
+        "        super().__init__(Prompt(0, x, split, None, {}, '') for x in self.ids)\n"
+        "class NoTokens(Holds): ids = [[1], []]\n"
+        "class Long(Holds): ids = [[1], [1], [1] * 513]\n"
+        "class Outside(Holds): ids = [[511], [3, 512]]\n"
     )
 
     def build(name):
@@ -249,9 +258,16 @@ def test_a_dataset_class_of_the_user_replaces_ours(tmp_path):
         return build_dataset("f", TOKENIZER, data_config(custom_cls=custom), split="val")
 
     assert build("Mine")[0] == Prompt(0, [1], "val", None, {}, "f")
-    with pytest.raises(PluginError, match="must hold at least one"):
-        build("Wrong")
-    with pytest.raises(PluginError, match="defines no 'Gone'; it has Prompt, Mine, Wrong"):
+    for name, message in {
+        "Wrong": "item 0 of Wrong .* must be a ppo.data.dataset.Prompt, not int",
+        "Empty": "holds no prompt",
+        "NoTokens": "item 1 of NoTokens .* has no tokens",
+        "Long": "item 2 of Long .* has 513 tokens, over data.max_prompt_length = 512",
+        "Outside": "item 1 of Outside .* has token ids from 3 to 512: the tokenizer has 512",
+    }.items():
+        with pytest.raises(PluginError, match=message):
+            build(name)
+    with pytest.raises(PluginError, match="defines no 'Gone'; it has Prompt, Mine, Wrong, Empty"):
         build("Gone")
 
 
