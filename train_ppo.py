@@ -31,6 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppo.advantages import gae, masked_mean, masked_whiten
 from ppo.batch import RolloutBatch
+from ppo.build import Batchers, Models, build_models, make_batchers
 from ppo.config import (
     Config,
     ConfigError,
@@ -51,11 +52,7 @@ from ppo.preflight import run_check
 from ppo.run import Run, StopRequested
 from ppo.scoring import response_logprobs, response_values
 from ppo.setup import (
-    Batchers,
-    Models,
-    build_models,
     load_prompts,
-    make_batchers,
     open_checkpoints,
     open_collector,
     open_rewards,
@@ -117,7 +114,7 @@ def train(config: Config, run: Run) -> None:
         models = build_models(config, run, total_steps)
         actor, critic = models.actor, models.critic
         collector = owned.enter_context(open_collector(config, run, prompts, actor, pool))
-        batchers = make_batchers(config, run, prompts, actor)
+        batchers = make_batchers(config, run, prompts.tokenizer, actor)
         tracker = owned.enter_context(open_tracker(config, run))
         checkpoints = owned.enter_context(open_checkpoints(config, run, prompts))
         state = TrainState(sampler, make_kl_controller(config.algorithm.kl_ctrl))

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from ppo.build import model_folder
 from ppo.collect import Collector
 from ppo.config import Config, ConfigError, Problem, load_config
 from ppo.config.cli import build_parser
@@ -25,7 +26,7 @@ from ppo.learner import Frozen
 from ppo.metrics import Metrics
 from ppo.models import build_causal_lm
 from ppo.run import Run
-from ppo.setup import load_prompts, model_folder, open_collector, open_rewards
+from ppo.setup import load_prompts, open_collector, open_rewards
 from ppo.summary import sample_rows
 from sharding.checkpoint import Checkpointer, CheckpointError
 from sharding.checkpoint_files import MANIFEST, list_checkpoints

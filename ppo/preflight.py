@@ -10,7 +10,8 @@ import math
 import sys
 from collections.abc import Iterator
 
-from ppo.check import check_config, check_files, hub_names
+from ppo.check import check_config
+from ppo.check_files import check_files, hub_names
 from ppo.check_warnings import config_warnings
 from ppo.config import ActorConfig, Config, ConfigError, CriticConfig, Options, Problem, load_config
 from ppo.memory_pass import Item
@@ -19,6 +20,11 @@ from ppo.model_shapes import ModelShape, find_shape
 from sharding.dims import ParallelDims
 
 LARGEST = 5  # items shown of each phase
+MODEL_NAMES = {
+    "model.path": "actor",
+    "critic.model.path": "critic",
+    "reward.model.path": "reward model",
+}
 
 
 def run_check(options: Options) -> int:
@@ -71,14 +77,9 @@ def report(config: Config, *, nnodes: int, nproc_per_node: int, device_memory_gi
 def check_shapes(config: Config, dims: ParallelDims) -> list[Problem]:
     """Degrees that the attention heads of the models do not allow; unknown models pass."""
     found = []
-    paths = {"model.path": config.model.path}
-    if config.critic_enabled and config.critic.model.path != config.model.path:
-        paths["critic.model.path"] = config.critic.model.path
-    if config.reward.model.enable and config.reward.model.path is not None:
-        paths["reward.model.path"] = config.reward.model.path
-    for key, path in paths.items():
-        shape = find_shape(path)
-        if shape is not None:
+    for key, path in config.model_paths.items():
+        shape, is_again = find_shape(path), key != "model.path" and path == config.model.path
+        if shape is not None and not is_again:
             found += _head_problems(key, path, shape[0], dims)
     return found
 
@@ -172,14 +173,9 @@ def _models(
     config: Config, dims: ParallelDims, device_memory_gib: float
 ) -> tuple[list[str], list[Problem]]:
     """The models, and memory where their sizes are known."""
-    paths = {"actor": config.model.path}
-    if config.critic_enabled:
-        paths["critic"] = config.critic.model.path
-    if config.reward.model.enable and config.reward.model.path is not None:
-        paths["reward model"] = config.reward.model.path
     shapes, lines = {}, []
-    for name, path in paths.items():
-        shape = find_shape(path)
+    for key, path in config.model_paths.items():
+        name, shape = MODEL_NAMES[key], find_shape(path)
         if shape is None:
             return [f"memory: not checked, sizes of {path} are not known here"], []
         shapes[name], source = shape

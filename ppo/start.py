@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ppo.check import check_config, check_contents, check_files
+from ppo.check import check_config
+from ppo.check_files import check_contents, check_files
 from ppo.check_warnings import config_warnings
 from ppo.config import Config, ConfigError, Problem
 from ppo.errors import InputError

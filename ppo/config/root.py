@@ -50,6 +50,16 @@ class Config(Section):
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
+    def model_paths(self) -> dict[str, str]:
+        """Where each model comes from, by its key: the policy, then critic and reward model."""
+        paths = {"model.path": self.model.path}
+        if self.critic_enabled:
+            paths["critic.model.path"] = self.critic.model.path
+        if self.reward.model.enable and self.reward.model.path is not None:
+            paths["reward.model.path"] = self.reward.model.path
+        return paths
+
+    @property
     def run_dir(self) -> Path:
         """The run folder."""
         if self.trainer.default_local_dir is not None:

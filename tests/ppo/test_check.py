@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from ppo.check import check_config, check_files, hub_names
+from ppo.check import check_config
+from ppo.check_files import check_files, hub_names
 from ppo.check_warnings import config_warnings
 from ppo.config import Config, load_config
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ppo.batch import RolloutBatch, make_batch
+from ppo.build import build_reward_model
 from ppo.check import check_config
 from ppo.collect import Collector
 from ppo.config import ConfigError, load_config
@@ -18,7 +19,6 @@ from ppo.errors import InputError
 from ppo.metrics import Metrics
 from ppo.reward_model import until_scored
 from ppo.run import Run
-from ppo.setup import build_reward_model
 from ppo.tiny import build_tiny_model, build_tiny_tokenizer
 from sharding.mesh import build_mesh
 from tests.distributed import run_distributed
