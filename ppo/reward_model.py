@@ -82,7 +82,7 @@ class RewardModel:
             ):
                 ids = until_scored(
                     conversation_ids(self.tokenizer, prompt, text),
-                    self.model.hf_config.pad_token_id,
+                    getattr(self.model.hf_config, "pad_token_id", None),
                 )
                 mine.append(np.array(ids, np.int32))
         except InputError as problem:
