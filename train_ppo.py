@@ -23,99 +23,52 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppo.advantages import gae, masked_mean, masked_whiten
 from ppo.batch import RolloutBatch
-from ppo.build import Batchers, Models, build_models, make_batchers
-from ppo.config import (
-    Config,
-    ConfigError,
-    Problem,
-    changed_keys,
-    from_yaml,
-    load_config,
-    parse_args,
-    to_yaml,
-)
-from ppo.data.sampler import PromptSampler
+from ppo.check.preflight import run_check
+from ppo.config import Config, load_config, parse_args
+from ppo.data.prompts import load_prompts, total_steps_of
 from ppo.errors import InputError
 from ppo.estimators import advantages_without_critic
+from ppo.forward_passes import response_logprobs, response_values
 from ppo.kl import KLController, kl_estimate, make_kl_controller, token_rewards
 from ppo.losses import effective_sample_size, rollout_weights
 from ppo.metrics import Metrics
-from ppo.preflight import run_check
-from ppo.run import Run, StopRequested
-from ppo.scoring import response_logprobs, response_values
-from ppo.setup import (
-    load_prompts,
-    open_checkpoints,
-    open_collector,
-    open_rewards,
-    open_tracker,
-    total_steps_of,
-)
-from ppo.start import Launch, open_run
-from ppo.summary import log_samples, perf_metrics, summarise_batch, validate
-from ppo.tracking import console_line
+from ppo.models.folder import model_folder
+from ppo.models.roles import Models, build_models
+from ppo.packing import Batchers, make_batchers
+from ppo.rollout.collector import open_collector
+from ppo.rollout.samples import log_samples
+from ppo.rollout.scoring import build_scorer, open_rewards
+from ppo.rollout.validation import validate
+from ppo.run.run import Run, StopRequested
+from ppo.run.start import Launch, open_run
+from ppo.state import TrainState, open_checkpoints, resume, save_checkpoint
+from ppo.step_metrics import perf_metrics, summarise_batch
+from ppo.tracking.tracker import Tracker, console_line
 from ppo.update import epoch_mini_batches, needs_old_logprobs, update_actor, update_critic
-from sharding.checkpoint import Checkpointer, CheckpointError, find_checkpoint
 
 logger = logging.getLogger("train_ppo")
-
-CHANGED_KEY_ADVICE = "change it back, or set trainer.allow_changed_config=true"
-
-
-@dataclass
-class TrainState:
-    """What a restart needs besides tensors: JSON, the same on every rank."""
-
-    sampler: PromptSampler
-    kl_controller: KLController
-    step: int = 0
-    """iterations done"""
-    position: dict[str, Any] | None = None
-    """where the sampler stood after them; None = at its start"""
-    saved_step: int = 0
-    """iterations in the newest checkpoint; not part of the state"""
-
-    def commit(self) -> None:
-        """End an iteration: only now do its prompts count as used."""
-        self.step += 1
-        self.position = self.sampler.state_dict()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state at the last iteration boundary."""
-        return {
-            "step": self.step,
-            "sampler": self.position,
-            "kl_controller": self.kl_controller.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the iteration that the checkpoint ended with."""
-        self.step, self.position = state["step"], state["sampler"]
-        if self.position is not None:
-            self.sampler.load_state_dict(self.position)
-        self.kl_controller.load_state_dict(state["kl_controller"])
 
 
 def train(config: Config, run: Run) -> None:
     """Set up, then the loop. Runs on every rank with the process group up."""
     with ExitStack() as owned:
-        prompts = load_prompts(config, run)
+        prompts = load_prompts(config, model_folder(config.model.tokenizer_path, run))
         sampler = prompts.sampler(config)
         total_steps = total_steps_of(config, sampler)
         pool = owned.enter_context(open_rewards(config, run, prompts))
         models = build_models(config, run, total_steps)
         actor, critic = models.actor, models.critic
-        collector = owned.enter_context(open_collector(config, run, prompts, actor, pool))
-        batchers = make_batchers(config, run, prompts.tokenizer, actor)
-        tracker = owned.enter_context(open_tracker(config, run))
+        scorer = build_scorer(config, run, prompts, pool)
+        collector = owned.enter_context(open_collector(config, run, prompts, actor))
+        batchers = make_batchers(config, run.mesh, prompts.tokenizer, actor)
+        tracker = owned.enter_context(
+            Tracker(run.dir, enabled=run.mesh.rank == 0, loggers=config.trainer.logger)
+        )
         checkpoints = owned.enter_context(open_checkpoints(config, run, prompts))
         state = TrainState(sampler, make_kl_controller(config.algorithm.kl_ctrl))
         resume(config, run, checkpoints, models, state)
@@ -125,7 +78,9 @@ def train(config: Config, run: Run) -> None:
         def test(metrics: Metrics) -> None:
             try:
                 with metrics.timed("testing"):
-                    validate(collector, prompts.val, actor, tracker, metrics, step=state.step)
+                    validate(
+                        collector, scorer, prompts.val, actor, tracker, metrics, step=state.step
+                    )
             except StopRequested:
                 logger.info("validation abandoned: a stop is requested")
 
@@ -156,9 +111,9 @@ def train(config: Config, run: Run) -> None:
                     batch = collector.sample_training(sampler.next_batch(), step)
                 # 2 score
                 with metrics.timed("reward"):
-                    collector.score(batch, metrics)
+                    scorer.score(batch, metrics)
                 # 3 log-probs and values
-                add_scores(batch, models, batchers, config, run, metrics, step)
+                add_logprobs_and_values(batch, models, batchers, config, run, metrics, step)
                 # 4 advantages
                 with metrics.timed("adv"):
                     add_advantages(batch, config, state.kl_controller, metrics)
@@ -181,7 +136,7 @@ def train(config: Config, run: Run) -> None:
             values = metrics.reduce(run.mesh.host_group)
             values |= perf_metrics(values, batch, models.actor, models.critic, config, run.mesh)
             tracker.log(step, values)
-            log_samples(tracker, collector, batch, step)
+            log_samples(tracker, scorer, batch, step)
             metrics = Metrics(run.mesh.device)  # the save's time goes into the next row
             if due(step, config.trainer.save_freq, total_steps):
                 save(metrics, values)
@@ -194,7 +149,7 @@ def due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def add_scores(
+def add_logprobs_and_values(
     batch: RolloutBatch,
     models: Models,
     batchers: Batchers,
@@ -209,7 +164,7 @@ def add_scores(
     """
     actor, critic, ref = models
     temperature = config.rollout.temperature
-    everything = [list(range(len(batch.prompts)))]
+    everything = [list(range(len(batch)))]
     parts = epoch_mini_batches(batch, config.actor, seed=config.trainer.seed, step=step)
     if needs_old_logprobs(config, len(parts)):
         with metrics.timed("old_log_prob"), actor.on_device() as module:
@@ -247,7 +202,7 @@ def add_advantages(
             metrics.set("actor/kl_coef", controller.value)
     batch.rewards = token_rewards(batch.scores, kl, mask, kl_coef=controller.value)
     if kl is not None:
-        controller.update(masked_mean(kl, mask).item(), len(batch.prompts))
+        controller.update(masked_mean(kl, mask).item(), len(batch))
     if algorithm.adv_estimator == "gae":
         assert batch.values is not None
         advantages, batch.returns = gae(
@@ -271,60 +226,6 @@ def add_advantages(
         metrics.set("rollout_corr/is_max", weights.max().item())
         share = effective_sample_size(weights, mask)
         metrics.set("rollout_corr/eff_sample_size", share.item())
-
-
-def save_checkpoint(
-    config: Config,
-    checkpoints: Checkpointer,
-    models: Models,
-    state: TrainState,
-    values: Mapping[str, float],
-) -> None:
-    """Write the state at this iteration boundary; `values` may hold trainer.keep_best's metric."""
-    best = config.trainer.keep_best
-    if values and best is not None and best not in values:
-        logger.warning(
-            "trainer.keep_best: step %d has no metric %s",
-            state.step,
-            best,
-            extra={"every_rank": True},
-        )
-    checkpoints.save(
-        state.step,
-        models.modules(),
-        models.optimizers(config.actor.checkpoint.save_contents),
-        state.state_dict() | {"config": to_yaml(config)},
-        metric=values.get(best or ""),
-    )
-    state.saved_step = state.step
-
-
-def resume(
-    config: Config, run: Run, checkpoints: Checkpointer, models: Models, state: TrainState
-) -> None:
-    """Load the newest complete checkpoint, or the one that is asked for, if any."""
-    mode = run.resume_mode
-    if mode == "disable":
-        return
-    try:
-        folder = checkpoints.latest() if mode == "auto" else find_checkpoint(Path(mode))
-        if folder is None:
-            return
-        optimizers = models.optimizers(config.actor.checkpoint.save_contents)
-        saved = checkpoints.load(folder, models.modules(), optimizers)
-    except CheckpointError as error:
-        advice = "trainer.resume_mode=disable starts anew"
-        raise InputError(f"trainer.resume_mode = {mode!r}: {error}; {advice}") from error
-    changed = changed_keys(from_yaml(saved["config"]), config)
-    if changed and not config.trainer.allow_changed_config:
-        raise ConfigError(
-            [Problem("", None, f"{key} since {folder}", CHANGED_KEY_ADVICE) for key in changed]
-        )
-    state.load_state_dict(saved)
-    state.saved_step = state.step
-    run.status("running", state.step)
-    run.save_config()
-    logger.info("resumed from %s after step %d", folder, state.step)
 
 
 @record

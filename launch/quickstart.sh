@@ -24,7 +24,7 @@ cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > RANKS ? cores / RANKS : 1))}
 export HF_HUB_OFFLINE=1
 
-"$VENV_PYTHON" -m ppo.data.smollm2 --out "$MODEL"
+"$VENV_PYTHON" -m ppo.models.smollm2 --out "$MODEL"
 if [[ ! -f $DATA/train.parquet || ! -f $DATA/test.parquet ]]; then
     "$VENV_PYTHON" -m ppo.data.prepare reasoning_gym --out "$DATA" --task chain_sum \
         --option min_terms=2 max_terms=2 min_digits=1 max_digits=1 --method last_number \

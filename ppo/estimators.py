@@ -7,14 +7,7 @@ computes the same, from all samples.
 import torch
 from torch import Tensor
 
-from ppo.advantages import (
-    grpo,
-    opo,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    remax,
-    rloo,
-)
+from ppo.advantages import grpo, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo
 from ppo.batch import RolloutBatch
 from ppo.config import AlgorithmConfig
 

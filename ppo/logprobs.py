@@ -24,7 +24,7 @@ MAX_BLOCK_ROWS = 8192
 MIN_BLOCK_COLUMNS = 128
 
 
-class Scores(NamedTuple):
+class LabelLogprobs(NamedTuple):
     """What a causal LM's scoring forward returns, one entry per scored token."""
 
     logprobs: Tensor
@@ -57,7 +57,7 @@ def token_logprobs(
     with_entropy: bool = False,
     transform: LogitTransform | None = None,
     block_elements: int | None = None,
-) -> Scores:
+) -> LabelLogprobs:
     """Log-probability of each label, and the exact entropy of each distribution.
 
     With z = transform(hidden @ weight.T) and u = z / temperature: logprob = u[label] - logsumexp(u)
@@ -83,7 +83,7 @@ def token_logprobs(
         )
     options = _Options(transform or LogitTransform(), temperature, with_entropy, block_elements)
     logprobs, entropy = _TokenLogprobs.apply(hidden.to(weight.dtype), weight, labels, options)
-    return Scores(logprobs, entropy if with_entropy else None)
+    return LabelLogprobs(logprobs, entropy if with_entropy else None)
 
 
 class _TokenLogprobs(torch.autograd.Function):

@@ -38,7 +38,7 @@ class ValueLoss(NamedTuple):
     clipped: Tensor  # bool: the clip of the value decided the loss
 
 
-class Mismatch(NamedTuple):
+class ProbsDiff(NamedTuple):
     """Difference between the probabilities of trainer and engine over the counted tokens."""
 
     mean: Tensor
@@ -221,7 +221,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     return weights.sum().square() / square_sum.clamp(min=torch.finfo(weights.dtype).tiny)
 
 
-def rollout_mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Mismatch:
+def rollout_probs_diff(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> ProbsDiff:
     """Absolute difference of probabilities between trainer and engine, mean and largest.
 
     Args:
@@ -233,4 +233,4 @@ def rollout_mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tenso
     ).abs()
     difference = torch.where(mask, difference, 0.0)
     mean = difference.sum() / mask.sum().clamp(min=1)
-    return Mismatch(mean, difference.max() if difference.numel() else mean)
+    return ProbsDiff(mean, difference.max() if difference.numel() else mean)

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ppo.batch import MicroBatch, RolloutBatch, mini_batches
+from ppo.batch import RolloutBatch, mini_batches
 from ppo.config import ActorConfig, Config, CriticConfig
 from ppo.kl import kl_estimate
-from ppo.learner import Learner
-from ppo.losses import AggregationMode, policy_loss, rollout_mismatch, token_weights, value_loss
+from ppo.losses import AggregationMode, policy_loss, rollout_probs_diff, token_weights, value_loss
 from ppo.metrics import Metrics
-from ppo.scoring import Batcher
+from ppo.models.learner import Learner
+from ppo.packing import Batcher, MicroBatch
 
 
 class Part(NamedTuple):
@@ -154,13 +154,13 @@ def _policy_objective(
 ) -> Tensor:
     """agg(L w) - entropy_coeff agg(H) + kl_loss_coef agg(KL) of one micro-batch, a scalar."""
     section, micro, count = config.actor, part.micro, part.micro.labels.numel()
-    scores = module(
+    found = module(
         **micro.inputs,
         labels=micro.labels,
         temperature=config.rollout.temperature,
         with_entropy=section.entropy_coeff != 0 or batch.old_logprobs is None,
     )
-    logprobs = scores.logprobs  # [K]
+    logprobs = found.logprobs  # [K]
     old = logprobs.detach() if batch.old_logprobs is None else micro.take(batch.old_logprobs)
     assert batch.advantages is not None
     policy = policy_loss(
@@ -181,13 +181,13 @@ def _policy_objective(
     metrics.add("actor/ppo_kl", kl_estimate(old, logprobs.detach(), "k1").sum(), count)
     metrics.add("actor/ppo_kl_k3", kl_estimate(old, logprobs.detach(), "k3").sum(), count)
     if batch.old_logprobs is None:
-        metrics.add("actor/entropy", scores.entropy.detach().sum(), count)
+        metrics.add("actor/entropy", found.entropy.detach().sum(), count)
         everything = torch.ones_like(micro.labels, dtype=torch.bool)
-        mismatch = rollout_mismatch(old, micro.take(batch.rollout_logprobs), everything)
-        metrics.add("training/rollout_probs_diff_mean", mismatch.mean * count, count)
-        metrics.maximum("training/rollout_probs_diff_max", mismatch.max)
+        diff = rollout_probs_diff(old, micro.take(batch.rollout_logprobs), everything)
+        metrics.add("training/rollout_probs_diff_mean", diff.mean * count, count)
+        metrics.maximum("training/rollout_probs_diff_max", diff.max)
     if section.entropy_coeff != 0:
-        loss = loss - section.entropy_coeff * (scores.entropy * part.weights).sum()
+        loss = loss - section.entropy_coeff * (found.entropy * part.weights).sum()
     if section.use_kl_loss:
         assert batch.ref_logprobs is not None
         kl = kl_estimate(logprobs, micro.take(batch.ref_logprobs), section.kl_loss_type)

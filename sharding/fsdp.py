@@ -183,7 +183,7 @@ def reshard(module: nn.Module) -> None:
 
 
 @contextmanager
-def forward_pass(module: nn.Module) -> Iterator[None]:
+def without_gradients(module: nn.Module) -> Iterator[None]:
     """No gradients; at the end gathered parameters are freed.
 
     FSDP2 records every forward for the backward to come and forgets only there, so that a module

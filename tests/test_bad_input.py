@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import train_ppo
-from ppo.tiny import build_tiny_model
+from ppo.models.tiny import build_tiny_model
 
 ROOT = Path(train_ppo.__file__).parent
 

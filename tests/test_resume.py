@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import train_ppo
-from ppo.collect import Collector
 from ppo.config import ConfigError
+from ppo.rollout.collector import Collector
 from tests.distributed import run_distributed
 from tests.test_train import COMPARED, rows_of, train_here
 

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM
 from ppo.config import load_config
 from ppo.data.dataset import Prompt
 from ppo.data.tokenizer import load_tokenizer
+from ppo.engines.choose import build_engine
 from ppo.engines.contract import Completion, SamplingParams
-from ppo.run import Run
-from ppo.tiny import build_tiny_model
-from rollout import build_engine, generate, make_requests, spread
+from ppo.models.tiny import build_tiny_model
+from ppo.rollout.generate import generate, make_requests, spread
+from ppo.run.run import Run
 from sharding.mesh import build_mesh, init_distributed
 from tests.distributed import run_distributed
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ppo.signals import descendants
+from ppo.run.signals import descendants
 
 pytestmark = [pytest.mark.sglang, pytest.mark.distributed, pytest.mark.timeout(900)]
 pytest.importorskip("sglang")

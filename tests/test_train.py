@@ -13,7 +13,7 @@ import torch.distributed as dist
 import train_ppo
 from ppo.batch import RolloutBatch
 from ppo.config import load_config
-from ppo.run import Run
+from ppo.run.run import Run
 from sharding.mesh import build_mesh
 from tests.distributed import run_distributed
 

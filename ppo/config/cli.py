@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 from ppo.config.fields import ConfigError, Problem
 
 
-class Options(NamedTuple):
+class CommandLine(NamedTuple):
     """What the command line says."""
 
     config: str
@@ -36,7 +36,7 @@ class ArgumentParser(argparse.ArgumentParser):
         raise ConfigError([Problem("", message, message, self.format_usage().strip())])
 
 
-def parse_args(argv: Sequence[str], *, description: str = "Train with PPO.") -> Options:
+def parse_args(argv: Sequence[str], *, description: str = "Train with PPO.") -> CommandLine:
     """Options of train_ppo.py; what is not an option is an override. Raises ConfigError."""
     parser = build_parser(description)
     group = parser.add_argument_group("plan without running anything")
@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str], *, description: str = "Train with PPO.") -> 
     group.add_argument("--nproc_per_node", "--nproc-per-node", type=count, metavar="M")
     group.add_argument("--device_memory_gib", "--device-memory-gib", type=size, metavar="G")
     known, overrides = parser.parse_known_args(list(argv))
-    return Options(overrides=overrides, **vars(known))
+    return CommandLine(overrides=overrides, **vars(known))
 
 
 def count(text: str) -> int:

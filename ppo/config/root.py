@@ -9,17 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppo.config.fields import Section
-from ppo.config.reward import RewardConfig
-from ppo.config.sections import (
-    AlgorithmConfig,
-    CheckConfig,
-    DataConfig,
-    ModelConfig,
-    ParallelConfig,
-    RolloutConfig,
-    TrainerConfig,
-)
-from ppo.config.training import ActorConfig, CriticConfig, RefConfig
+from ppo.config.sections.actor import ActorConfig, CriticConfig, RefConfig
+from ppo.config.sections.algorithm import AlgorithmConfig
+from ppo.config.sections.data import DataConfig
+from ppo.config.sections.model import ModelConfig, ParallelConfig
+from ppo.config.sections.reward import RewardConfig
+from ppo.config.sections.rollout import RolloutConfig
+from ppo.config.sections.trainer import CheckConfig, TrainerConfig
 from sharding.dims import ParallelDims
 
 

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from ppo.plugin import PluginError, load_plugin, parse_plugin
-from ppo.rewards import builtin
 from ppo.rewards.contract import FunctionSettings, RewardError, RewardRequest
+from ppo.rewards.scorers import builtin
 
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127

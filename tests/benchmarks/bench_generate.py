@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StoppingCriteria
 
 from ppo.engines.contract import Request, SamplingParams
-from ppo.engines.embedded import TorchEngine
+from ppo.engines.embedded.engine import TorchEngine
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ppo.logprobs import Scores, token_logprobs
+from ppo.logprobs import LabelLogprobs, token_logprobs
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
 from tests.benchmarks.measure import build_smollm2_shape, fastest, peak_mib
 
@@ -28,10 +28,10 @@ VOCAB, HIDDEN = 151_936, 896
 PEAK_TARGET, HEAD_TARGET, UPDATE_TARGET = 0.25, 1.45, 1.1
 
 
-def full_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Any) -> Scores:
+def full_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Any) -> LabelLogprobs:
     """The usual way: all logits, log_softmax in float32, gather."""
     logprobs = torch.log_softmax((hidden @ weight.t()).float(), -1)
-    return Scores(logprobs.gather(1, labels[:, None]).sum(1), None)
+    return LabelLogprobs(logprobs.gather(1, labels[:, None]).sum(1), None)
 
 
 def head_works(tokens: int, device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -41,7 +41,7 @@ def head_works(tokens: int, device: torch.device) -> dict[str, Callable[[], Any]
     labels = torch.randint(0, VOCAB, (tokens,), device=device)
     weight.requires_grad_()
 
-    def run(score: Callable[..., Scores]) -> None:
+    def run(score: Callable[..., LabelLogprobs]) -> None:
         hidden.grad = weight.grad = None
         score(hidden, weight, labels).logprobs.mean().backward()
         hidden.grad = weight.grad = None
@@ -62,7 +62,7 @@ def update_works(tokens: int, device: torch.device) -> dict[str, Callable[[], An
         "labels": ids[0].roll(-1),
     }
 
-    def run(score: Callable[..., Scores]) -> None:
+    def run(score: Callable[..., LabelLogprobs]) -> None:
         with patch("ppo.forward.token_logprobs", score):
             module(**inputs).logprobs.mean().backward()
         module.zero_grad(set_to_none=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
 from tests.benchmarks.measure import build_smollm2_shape, fastest, peak_mib
-from tests.ppo.hf_models import packed_inputs, padded_inputs
+from tests.ppo.models.hf_models import packed_inputs, padded_inputs
 
 TARGET = 1.5
 

@@ -23,11 +23,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sharding.fsdp import shard_model
 from sharding.layout import Region, row_parallel_weight, view_2d
-from sharding.memory import PeakTracker
 from sharding.mesh import ParallelDims, build_mesh
-from sharding.reshard import Bucket, Resharder
-from sharding.shards import named_shards
+from sharding.reshard.resharder import Bucket, Resharder
+from sharding.reshard.shards import named_shards
 from tests.distributed import run_distributed
+from tests.peak_memory import PeakTracker
 
 CPU, DTYPE, MIB = torch.device("cpu"), torch.bfloat16, 2**20
 

@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 import torch
 
-from ppo.batch import Budget, RolloutBatch, make_batch
+from ppo.batch import RolloutBatch, make_batch
 from ppo.config import Config, load_config
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
-from ppo.learner import Learner, make_optimizer
 from ppo.metrics import Metrics
-from ppo.scoring import Batcher
-from ppo.tiny import build_tiny_tokenizer
+from ppo.models.learner import Learner, make_optimizer
+from ppo.models.tiny import build_tiny_tokenizer
+from ppo.packing import Batcher, Budget
 from ppo.update import update_actor
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from tests.benchmarks.measure import build_for_update, save_smollm2_shape, seconds

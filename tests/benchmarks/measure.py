@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from ppo.config.sections import ModelConfig
-from ppo.config.training import FsdpConfig
-from ppo.models import build_causal_lm
-from sharding.memory import PeakTracker
+from ppo.config.sections.model import FsdpConfig, ModelConfig
+from ppo.models.build import build_causal_lm
 from sharding.mesh import Mesh
+from tests.peak_memory import PeakTracker
 
 
 def save_smollm2_shape(folder: Path, *, layers: int = 30) -> Path:

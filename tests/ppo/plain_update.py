@@ -12,7 +12,7 @@ from torch import Tensor
 from ppo.batch import RolloutBatch, make_batch
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
-from tests.ppo.hf_models import VOCAB
+from tests.ppo.models.hf_models import VOCAB
 
 N = 2  # samples of a prompt
 PROMPTS = [3, 1, 2, 1, 3, 2, 1, 2, 3, 2, 4, 1, 6]  # tokens; mini-batches of 10 and 3

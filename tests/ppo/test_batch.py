@@ -5,17 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppo.batch import (
-    Budget,
-    RolloutBatch,
-    assign,
-    make_batch,
-    make_micro_batch,
-    mini_batches,
-    partition,
-)
+from ppo.batch import RolloutBatch, make_batch, mini_batches
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
+from ppo.packing import Budget, assign, make_micro_batch, partition
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ppo.logprobs import MAX_BLOCK_ROWS, LogitTransform, token_logprobs
-from sharding.memory import PeakTracker
+from tests.peak_memory import PeakTracker
 
 
 def problem(num_tokens: int, vocab: int, hidden: int = 5) -> tuple[Tensor, Tensor, Tensor]:

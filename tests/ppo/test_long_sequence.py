@@ -6,22 +6,22 @@ from typing import Any
 import pytest
 import torch
 
-from ppo.batch import Budget, make_batch
+from ppo.batch import make_batch
+from ppo.check.memory_phases import GIB, Plan, phases
+from ppo.check.preflight import run_check
 from ppo.config import Config, load_config, parse_args
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
-from ppo.learner import Learner, make_optimizer
-from ppo.memory_plan import GIB, Plan, phases
 from ppo.metrics import Metrics
 from ppo.model_shapes import find_shape
-from ppo.models import build_causal_lm
-from ppo.preflight import run_check
-from ppo.scoring import Batcher
-from ppo.tiny import build_tiny_model
+from ppo.models.build import build_causal_lm
+from ppo.models.learner import Learner, make_optimizer
+from ppo.models.tiny import build_tiny_model
+from ppo.packing import Batcher, Budget
 from ppo.update import update_actor
-from sharding.memory import PeakTracker
 from sharding.mesh import build_mesh
 from tests.distributed import run_distributed
+from tests.peak_memory import PeakTracker
 
 LENGTH = 32_768
 LIMIT_GIB = 0.0625  # of live tensors of a rank, in every phase of an iteration

@@ -10,7 +10,7 @@ from ppo.losses import (
     aggregate,
     effective_sample_size,
     policy_loss,
-    rollout_mismatch,
+    rollout_probs_diff,
     rollout_weights,
     token_weights,
     value_loss,
@@ -217,6 +217,6 @@ def test_effective_sample_size_by_hand() -> None:
 
 def test_rollout_mismatch_by_hand() -> None:
     trainer = TRAINER.masked_fill(~COUNTED, NAN)
-    mismatch = rollout_mismatch(trainer, ROLLOUT, COUNTED)
+    mismatch = rollout_probs_diff(trainer, ROLLOUT, COUNTED)
     assert float(mismatch.mean) == pytest.approx((0 + 0.25 + 0.6 + 0 + 0) / 5, abs=1e-6)
     assert float(mismatch.max) == pytest.approx(0.6, abs=1e-6)

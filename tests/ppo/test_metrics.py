@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ppo.flops import ModelSize, batch_flops, flops_per_token, peak_tflops, utilisation
 from ppo.metrics import Metrics, timing_shares
-from ppo.tracking import Tracker, console_line, progress_bar
+from ppo.models.flops import ModelSize, batch_flops, flops_per_token, peak_tflops, utilisation
+from ppo.run.progress import progress_bar
+from ppo.tracking.tracker import Tracker, console_line
 from tests.distributed import run_distributed
 
 LOSSES = [[1.0, 2.0, 3.0], [10.0]]  # token losses of two ranks

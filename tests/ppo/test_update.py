@@ -11,18 +11,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ppo.batch import Budget, RolloutBatch, assign, partition
+from ppo.batch import RolloutBatch
 from ppo.config import Config, load_config
-from ppo.config.training import LossAggMode, MixedPrecisionConfig
-from ppo.learner import Learner, make_optimizer
+from ppo.config.sections.actor import LossAggMode
+from ppo.config.sections.model import MixedPrecisionConfig
 from ppo.metrics import Metrics
-from ppo.models import build_causal_lm, build_value_model
-from ppo.scoring import Batcher
+from ppo.models.build import build_causal_lm, build_value_model
+from ppo.models.learner import Learner, make_optimizer
+from ppo.packing import Batcher, Budget, assign, partition
 from ppo.update import update_actor, update_critic
 from sharding.mesh import Mesh, build_mesh, init_distributed
 from tests.distributed import run_distributed
 from tests.ppo import plain_update as plain
-from tests.ppo.hf_models import save_model
+from tests.ppo.models.hf_models import save_model
 
 ROW = 48  # tokens of a micro-batch of an sp group; the longest sequence has 70
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Shard
 from sharding.fsdp import (
     HostSaver,
     checkpoint_activations,
-    forward_pass,
     offload_activations,
     shard_model,
     transformer_layers,
+    without_gradients,
 )
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from tests.distributed import run_distributed
@@ -109,7 +109,7 @@ def _check_behaviour(rank: int, world_size: int) -> None:
     assert list(model.state_dict()) == names
 
     # a forward pass without gradients leaves nothing gathered, and no record of it behind
-    with forward_pass(model):
+    with without_gradients(model):
         model(input_ids=_tokens(rank))
         assert not isinstance(model.get_parameter("lm_head.weight"), DTensor)  # the root stays
     assert all(isinstance(p, DTensor) for p in model.parameters())

@@ -11,7 +11,6 @@ from sharding.layout import (
     tp_layouts,
     view_2d,
 )
-from tests.sharding.engine_slices import hf_slices, sglang_slices
 from tests.sharding.families import (
     FAMILY_NAMES,
     SHAPES,
@@ -19,6 +18,7 @@ from tests.sharding.families import (
     full_parameters,
     small_config,
 )
+from tests.sharding.reshard.engine_slices import hf_slices, sglang_slices
 
 
 def layout_of(config, full, *, tp: int, tp_rank: int, style: Style) -> Layout:

@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ppo.config.sections import ModelConfig
-from ppo.config.training import FsdpConfig, MixedPrecisionConfig
-from ppo.models import build_causal_lm, build_value_model
+from ppo.config.sections.model import FsdpConfig, MixedPrecisionConfig, ModelConfig
+from ppo.models.build import build_causal_lm, build_value_model
 from sharding.mesh import Mesh, ParallelDims, build_mesh
 from sharding.ulysses import gather_heads, kv_repeats, scatter_heads, ulysses_problems
 from tests.distributed import run_distributed
-from tests.ppo.hf_models import (
+from tests.ppo.models.hf_models import (
     packed_inputs,
     padded_inputs,
     plain_scores,

@@ -1,0 +1,125 @@
+"""What a run needs on this machine: files, packages, and what is wrong inside the files.
+
+Owns looking, not loading: must not load a model or import transformers.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from ppo.config import Config, Problem
+from ppo.data.rows import DataError, check_data_files
+from ppo.model_shapes import config_json
+from ppo.plugin import PluginError, parse_plugin
+from ppo.rewards.contract import RewardError
+from ppo.rewards.function import check_function
+
+# where this project keeps models and checkpoints: never the name of an organisation
+_LOCAL_FOLDERS = ("models", "runs", "data")
+
+
+def missing_files(config: Config) -> list[Problem]:
+    """Files and packages that the run needs and this machine lacks."""
+    found = [*_missing_data(config), *_missing_models(config)]
+    function = config.reward.function.path
+    if function is not None and not Path(function).is_file():
+        found.append(Problem("reward.function.path", function, "no such file"))
+    custom = config.data.custom_cls.path
+    if custom is not None and not Path(custom).is_file():
+        found.append(Problem("data.custom_cls.path", custom, "no such file"))
+    resume = config.trainer.resume_mode
+    if resume not in ("auto", "disable") and not _holds_checkpoint(Path(resume)):
+        rule = "no checkpoint there" if Path(resume).is_dir() else "no such folder"
+        found.append(Problem("trainer.resume_mode", resume, rule, "or use auto or disable"))
+    if config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
+        found.append(
+            Problem(
+                "rollout.engine",
+                "sglang",
+                "the package sglang is not installed",
+                "pip install -e '.[sglang]', or use rollout.engine=torch",
+            )
+        )
+    return found
+
+
+def wrong_contents(config: Config) -> list[Problem]:
+    """What is wrong inside the files that are there: first rows, signature of the reward."""
+    found = []
+    for name in ("train_files", "val_files"):
+        files = [f for f in getattr(config.data, name) if f == "tiny" or glob.glob(f)]
+        try:
+            if files:
+                check_data_files(files, config.data, need_data_source=config.reward.uses_builtin)
+        except DataError as error:
+            found.append(Problem(f"data.{name}", None, str(error)))
+    custom = config.data.custom_cls
+    if custom.path is not None and custom.name is not None and Path(custom.path).is_file():
+        try:
+            parse_plugin(custom.path, custom.name)
+        except PluginError as error:
+            found.append(Problem("data.custom_cls", None, str(error)))
+    function = config.reward.function
+    if function.path is not None and Path(function.path).is_file():
+        try:
+            check_function(function)
+        except RewardError as error:
+            found.append(Problem("reward.function.path", function.path, str(error)))
+    return found
+
+
+def _holds_checkpoint(folder: Path) -> bool:
+    """Whether the folder is a checkpoint or a run with one, damaged or not."""
+    return any(
+        next(folder.glob(pattern), None) is not None
+        for pattern in ("manifest.json", "step_*/manifest.json", "checkpoints/step_*/manifest.json")
+    )
+
+
+def _missing_data(config: Config) -> Iterator[Problem]:
+    for name in ("train_files", "val_files"):
+        for pattern in getattr(config.data, name):
+            if pattern == "tiny" or glob.glob(pattern, recursive=True):
+                continue
+            fix = "python -m ppo.data.prepare writes data" if not glob.has_magic(pattern) else ""
+            rule = "no file matches" if glob.has_magic(pattern) else "no such file"
+            yield Problem(f"data.{name}", pattern, rule, fix)
+
+
+def _missing_models(config: Config) -> Iterator[Problem]:
+    for key, path in _model_paths(config).items():
+        if Path(path).is_dir():
+            if key != "model.tokenizer_path" and not (Path(path) / "config.json").is_file():
+                yield Problem(key, path, "the folder has no config.json")
+        elif not _is_hub_name(path):
+            yield Problem(
+                key, path, "no such folder", "or use a name of the Hub: ORGANISATION/NAME"
+            )
+
+
+def to_download(config: Config) -> list[Problem]:
+    """Models that a run would download first: names of the Hub that its cache lacks."""
+    return [
+        Problem(key, path, "a run downloads it", f"hf download {path}")
+        for key, path in _model_paths(config).items()
+        if not Path(path).is_dir() and _is_hub_name(path) and config_json(path) is None
+    ]
+
+
+def _model_paths(config: Config) -> dict[str, str]:
+    """Each model path once, by the first key that names it."""
+    paths = {config.model.path: "model.path"}
+    paths.setdefault(config.model.tokenizer_path, "model.tokenizer_path")
+    for key, path in config.model_paths.items():
+        paths.setdefault(path, key)
+    return {key: path for path, key in paths.items() if path != "tiny"}
+
+
+def _is_hub_name(path: str) -> bool:
+    """ORGANISATION/NAME, and not a folder of ours that is not there (yet)."""
+    owner, slash, name = path.partition("/")
+    is_name = bool(slash and owner and name) and "/" not in name and owner[0] not in ".~"
+    return is_name and owner not in _LOCAL_FOLDERS and not Path(owner).is_dir()

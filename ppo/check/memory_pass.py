@@ -1,0 +1,221 @@
+"""Predicted memory of one forward or forward-and-backward pass of a sharded model, item by item.
+
+Owns the arithmetic of FSDP2's gathered parameters and unsharded gradients, of the activations of
+decoder layers and of the scored log-probs. Pure numbers: it must not know phases or engines.
+
+The coefficients were fitted to peaks of live tensors, which tests/ppo/check/test_memory_pass.py
+measures again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ppo.config import FsdpConfig
+from ppo.model_shapes import ModelShape
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# The largest block of logits that ppo/logprobs.py makes: elements on CUDA and on a CPU.
+LOGITS_BLOCK = {True: 1 << 26, False: 1 << 21}
+
+
+class Item(NamedTuple):
+    """One thing that takes device memory."""
+
+    name: str
+    bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedModel:
+    """One model in numbers. Bytes are of one rank unless a name says else."""
+
+    name: str
+    """actor, critic, ref or reward model"""
+    shape: ModelShape
+    fsdp: FsdpConfig
+    shard_size: int
+    """ranks that share the parameters"""
+    master: int
+    """bytes of a stored weight"""
+
+    @property
+    def root_params(self) -> int:
+        """Of FSDP's root group: embedding, last norm, head."""
+        return self.shape.root_params if self.has_logits else self.shape.value_root_params
+
+    @property
+    def has_logits(self) -> bool:
+        """A causal LM; else one number per token."""
+        return self.name in ("actor", "ref")
+
+    @property
+    def compute(self) -> int:
+        """Bytes of a gathered parameter and of an activation."""
+        return ITEM_BYTES[self.fsdp.mixed_precision.param_dtype]
+
+    @property
+    def shard_params(self) -> float:
+        """Parameters that this rank stores."""
+        layers = self.shape.num_layers * self.shape.layer_params
+        return (layers + self.root_params) / self.shard_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """How a micro-batch runs through a model."""
+
+    tokens: int
+    """tokens on this rank"""
+    sp: int = 1
+    checkpointing: bool = True
+    activation_offload: bool = False
+    with_entropy: bool = False
+    accumulates: bool = False
+    """gradients of earlier micro-batches are there already"""
+    cuda: bool = True
+
+
+def training_pass(model: ShardedModel, run: Pass) -> list[Item]:
+    """What forward and backward add to parameters and optimizer, at the worst of four moments."""
+    moments = [_in_a_layer(model, run), _after_a_layer(model, run), _at_the_end(model, run)]
+    if model.has_logits:
+        moments.append(_in_the_head(model, run))
+    return max(moments, key=total)
+
+
+def forward_pass(model: ShardedModel, run: Pass) -> list[Item]:
+    """What a pass without gradients adds to the parameters."""
+    shape, item = model.shape, model.compute
+    mlp = 3 * item * shape.intermediate_size
+    attention = item * 2 * (shape.num_heads + _kv_heads(shape, run.sp)) * shape.head_dim
+    layer = run.tokens * (max(mlp, attention) + shape.hidden_size * (2 * item + 8))
+    found = [*_gathered(model), Item(f"one layer forward ({run.tokens} tokens)", layer)]
+    if model.has_logits:
+        found.append(Item("log-probs in blocks", _head_forward(model, run)))
+    return found
+
+
+def total(items: Iterable[Item]) -> float:
+    """Bytes of all items."""
+    return sum(item.bytes for item in items)
+
+
+def _in_a_layer(model: ShardedModel, run: Pass) -> list[Item]:
+    """Early in the backward pass: nothing is freed yet, the last layer computes."""
+    saved = _layer_saved(model, run) if run.checkpointing else 0.0
+    return [
+        *_gradients(model, accumulated=run.accumulates, head=True),
+        *_gathered(model),
+        _kept_activations(model, run),
+        Item("one layer forward and backward", saved + _layer_backward(model, run)),
+    ]
+
+
+def _in_the_head(model: ShardedModel, run: Pass) -> list[Item]:
+    return [
+        *_gradients(model, accumulated=run.accumulates, head=True),
+        *_gathered(model),
+        _kept_activations(model, run),
+        Item("log-probs in blocks", _head_backward(model, run)),
+    ]
+
+
+def _after_a_layer(model: ShardedModel, run: Pass) -> list[Item]:
+    """A layer's gradients are whole, and on their way in reduce_dtype (two layers' at a time)."""
+    reduce = ITEM_BYTES[model.fsdp.mixed_precision.reduce_dtype]
+    layer = model.shape.layer_params * (model.compute + 2 * reduce)
+    return [
+        *_gradients(model, accumulated=True, head=True),
+        *_gathered(model),
+        _kept_activations(model, run),
+        Item("unsharded gradients of a layer", layer),
+    ]
+
+
+def _at_the_end(model: ShardedModel, run: Pass) -> list[Item]:
+    """The root group's gradients are reduced last, when all else is freed."""
+    reduce = ITEM_BYTES[model.fsdp.mixed_precision.reduce_dtype]
+    return [
+        *_gradients(model, accumulated=True, head=False),
+        Item("gathered embedding and head", model.root_params * model.compute),
+        Item("unsharded gradients of the root", model.root_params * (model.compute + reduce)),
+    ]
+
+
+def _gradients(model: ShardedModel, *, accumulated: bool, head: bool) -> list[Item]:
+    found = [Item("gradients", model.shard_params * model.master)] if accumulated else []
+    if head and model.has_logits:
+        size = model.shape.embedding_params * model.compute
+        found.append(Item("unsharded gradient of the head", size))
+    return found
+
+
+def _gathered(model: ShardedModel) -> list[Item]:
+    """Parameters in param_dtype: the root group, and layers (one computes, one is prefetched)."""
+    layer, fsdp = model.shape.layer_params * model.compute, model.fsdp
+    layers = min(
+        2 if fsdp.backward_prefetch or fsdp.forward_prefetch else 1, model.shape.num_layers
+    )
+    if not fsdp.reshard_after_forward:
+        layers = model.shape.num_layers
+    return [
+        Item("gathered layers", layers * layer),
+        Item("gathered embedding and head", model.root_params * model.compute),
+    ]
+
+
+def _kept_activations(model: ShardedModel, run: Pass) -> Item:
+    """What the backward pass finds: the inputs of layers, or everything inside them."""
+    layers = model.shape.num_layers
+    if not run.checkpointing:
+        size = layers * _layer_saved(model, run)
+        return Item(f"activations of all layers ({run.tokens} tokens)", size)
+    inputs = model.shape.hidden_size * model.compute * run.tokens
+    if run.activation_offload and run.cuda:
+        return Item(f"inputs of two layers ({run.tokens} tokens)", 2 * inputs)
+    return Item(f"inputs of all layers ({run.tokens} tokens)", layers * inputs)
+
+
+def _layer_saved(model: ShardedModel, run: Pass) -> float:
+    """Bytes that the backward pass of one decoder layer keeps.
+
+    Per token: of both norms the float32 input, the normalised value and the output; query, key and
+    value after rotation and the attention's output (under sp > 1 as each side of the exchange lays
+    it out); gate, up, activation and product of the MLP.
+    """
+    shape, item = model.shape, model.compute
+    norms = shape.hidden_size * 2 * (4 + 2 * item)
+    heads = (2 if run.sp == 1 else 3) * shape.num_heads + 2 * _kv_heads(shape, run.sp)
+    return run.tokens * (norms + item * (heads * shape.head_dim + 4 * shape.intermediate_size))
+
+
+def _layer_backward(model: ShardedModel, run: Pass) -> float:
+    """Bytes of gradients in the MLP of one layer, where its backward pass holds most."""
+    shape = model.shape
+    return run.tokens * model.compute * (shape.intermediate_size + 2 * shape.hidden_size)
+
+
+def _kv_heads(shape: ModelShape, sp: int) -> int:
+    """Key-value heads per token: repeated where sp exceeds them."""
+    return max(shape.num_kv_heads, sp)
+
+
+def _head_forward(model: ShardedModel, run: Pass) -> float:
+    """One block of logits in float32, turned in place, and the scored hidden states."""
+    hidden = run.tokens * model.shape.hidden_size * model.compute
+    return _logits_block(model, run) * (8 if run.with_entropy else 4) + hidden
+
+
+def _head_backward(model: ShardedModel, run: Pass) -> float:
+    """A block becomes its gradient while the last one's is there; both also in param_dtype."""
+    each = 4 + model.compute + (model.compute if model.compute < 4 else 0)
+    block = _logits_block(model, run) * (each + (4 if run.with_entropy else 0))
+    return block + run.tokens * model.shape.hidden_size * (4 + 2 * model.compute)
+
+
+def _logits_block(model: ShardedModel, run: Pass) -> int:
+    """Elements of the block of logits that exists at a time."""
+    return min(LOGITS_BLOCK[run.cuda], run.tokens * model.shape.vocab_size)

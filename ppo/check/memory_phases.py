@@ -1,0 +1,258 @@
+"""Predicted peak memory of one rank in each phase of an iteration, item by item.
+
+Owns which models, optimizers, buckets and engines are on the device in which phase, and the host's
+share. Pure numbers: no torch, no process, no file. It counts tensors that exist by design; contexts
+and workspaces are assumed items; fragmentation of the allocator is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ppo.check.memory_pass import (
+    ITEM_BYTES,
+    Item,
+    Pass,
+    ShardedModel,
+    forward_pass,
+    total,
+    training_pass,
+)
+from ppo.config import ActorConfig, Config, CriticConfig, FsdpConfig
+from ppo.model_shapes import ModelShape
+from sharding.dims import ParallelDims
+
+GIB = 1 << 30
+# Assumed, bytes: CUDA context, NCCL and cuBLAS workspaces of a trainer, and of an engine process
+# (with CUDA graphs). Replace them by what nvidia-smi shows on the machine at hand.
+TRAINER_CONTEXT = 2.0 * GIB
+ENGINE_CONTEXT = 3.0 * GIB
+
+
+class Phase(NamedTuple):
+    """A phase of the iteration and what a rank holds at its peak."""
+
+    name: str
+    items: list[Item]
+
+    @property
+    def bytes(self) -> float:
+        """The predicted peak."""
+        return total(self.items)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the prediction is made from."""
+
+    config: Config
+    dims: ParallelDims
+    actor: ModelShape
+    critic: ModelShape
+    reward_model: ModelShape | None = None
+    cuda: bool
+    sglang: bool
+    device_bytes: float
+
+
+def phases(plan: Plan) -> list[Phase]:
+    """Every phase of an iteration in order, for the rank that holds most."""
+    found = [Phase("reshard", _drop(_reshard(plan))), Phase("generate", _drop(_generate(plan)))]
+    if plan.reward_model is not None:
+        found.append(Phase("reward model", _drop(_reward_model(plan))))
+    found.append(Phase("log-probs", _drop(_log_probs(plan))))
+    if plan.config.critic_enabled:
+        found.append(Phase("train critic", _drop(_train(plan, _critic(plan), plan.config.critic))))
+    found.append(Phase("train actor", _drop(_train(plan, _actor(plan), plan.config.actor))))
+    return found
+
+
+def micro_tokens(plan: Plan, section: ActorConfig | CriticConfig) -> int:
+    """Most tokens that a rank computes at once in an update (its slice of the sp group's row)."""
+    longest = _longest(plan)
+    sequences = section.ppo_mini_batch_size * plan.config.rollout.n
+    of_a_rank = max(1, -(-sequences // plan.dims.dp)) * longest
+    if section.use_dynamic_bsz:
+        row = min(max(section.ppo_max_token_len_per_gpu * plan.dims.sp, longest), of_a_rank)
+    else:
+        row = min((section.ppo_micro_batch_size_per_gpu or sequences) * longest, of_a_rank)
+    return -(-row // plan.dims.sp)
+
+
+def host_bytes(plan: Plan) -> list[Item]:
+    """Host memory of one node: every rank holds the whole rollout batch."""
+    config, ranks = plan.config, plan.dims.ranks_per_node
+    samples = config.data.train_batch_size * config.rollout.n
+    response = config.data.max_response_length
+    # eight float32 tensors and a mask of [B, T]; token ids as Python integers (36 bytes each)
+    batch = samples * response * (8 * 4 + 1)
+    ids = samples * (config.data.max_prompt_length + response) * 36
+    items = [Item("rollout batch on every rank", ranks * batch), Item("token ids", ranks * ids)]
+    for model in _trained(plan):
+        fsdp, params = model.fsdp, model.shard_params
+        if fsdp.param_offload or fsdp.offload_policy:
+            items.append(Item(f"{model.name} parameters", ranks * params * model.master))
+        if fsdp.optimizer_offload or fsdp.offload_policy:
+            items.append(Item(f"{model.name} Adam moments", ranks * params * 2 * model.master))
+        if fsdp.offload_policy:
+            items.append(Item(f"{model.name} gradients", ranks * params * model.master))
+    for model in _frozen(plan) if plan.cuda else []:
+        items.append(Item(f"{model.name} parameters", ranks * model.shard_params * model.compute))
+    return _drop(items)
+
+
+def kv_cache(plan: Plan) -> tuple[int, float]:
+    """(tokens, bytes) of an engine's KV cache on one rank."""
+    rollout, tp = plan.config.rollout, plan.dims.rollout_tp
+    shape, item = plan.actor, ITEM_BYTES[rollout.dtype]
+    heads_share = max(shape.num_kv_heads, tp) / shape.num_kv_heads / tp
+    per_token = shape.kv_values_per_token * heads_share * item
+    if plan.sglang and plan.cuda:
+        free = rollout.gpu_memory_utilization * plan.device_bytes - _engine_weights(plan)
+        tokens = max(0, int(free // per_token))
+    else:
+        sequences = plan.config.data.train_batch_size * rollout.n
+        rows = min(rollout.max_num_seqs, -(-sequences // plan.dims.rollout_dp))
+        tokens = rows * _longest(plan)
+    return tokens, tokens * per_token
+
+
+def _actor(plan: Plan) -> ShardedModel:
+    return _model(plan, "actor", plan.actor, plan.config.actor.fsdp)
+
+
+def _critic(plan: Plan) -> ShardedModel:
+    return _model(plan, "critic", plan.critic, plan.config.critic.fsdp)
+
+
+def _ref(plan: Plan) -> ShardedModel:
+    return _model(plan, "ref", plan.actor, plan.config.ref.fsdp)
+
+
+def _frozen(plan: Plan) -> list[ShardedModel]:
+    """Models that rest on the host while they are idle."""
+    found = [_ref(plan)] if plan.config.ref_enabled else []
+    if plan.reward_model is not None:
+        fsdp = plan.config.reward.model.fsdp
+        found.append(_model(plan, "reward model", plan.reward_model, fsdp))
+    return found
+
+
+def _model(plan: Plan, name: str, shape: ModelShape, fsdp: FsdpConfig) -> ShardedModel:
+    return ShardedModel(
+        name=name,
+        shape=shape,
+        fsdp=fsdp,
+        shard_size=plan.dims.shard_size,
+        master=ITEM_BYTES[plan.config.model.dtype],
+    )
+
+
+def _trained(plan: Plan) -> list[ShardedModel]:
+    return [_actor(plan), _critic(plan)] if plan.config.critic_enabled else [_actor(plan)]
+
+
+def _resident(plan: Plan, *, with_params: str = "", with_optimizer: str = "") -> Iterator[Item]:
+    """What rests on the device: all of a model, less what is offloaded and not in use."""
+    if plan.cuda:
+        yield Item("trainer's CUDA context and workspaces (assumed)", TRAINER_CONTEXT)
+        if plan.sglang:
+            yield Item("engine's CUDA context and graphs (assumed)", ENGINE_CONTEXT)
+    for model in _trained(plan):
+        fsdp = model.fsdp
+        if fsdp.offload_policy and plan.cuda:
+            continue
+        if not (plan.cuda and fsdp.param_offload) or model.name == with_params:
+            yield Item(f"{model.name} parameters", model.shard_params * model.master)
+        if not (plan.cuda and fsdp.optimizer_offload) or model.name == with_optimizer:
+            yield Item(f"{model.name} Adam moments", model.shard_params * 2 * model.master)
+    for model in _frozen(plan):
+        if not plan.cuda or with_params == model.name:
+            yield Item(f"{model.name} parameters", model.shard_params * model.compute)
+
+
+def _engine_weights(plan: Plan) -> float:
+    item = ITEM_BYTES[plan.config.rollout.dtype]
+    return plan.actor.num_params * item / plan.dims.rollout_tp
+
+
+def _engine_kept(plan: Plan) -> Iterator[Item]:
+    """What an engine that does not give memory back holds while training."""
+    if plan.sglang and not plan.config.rollout.free_cache_engine:
+        yield Item("engine weights", _engine_weights(plan))
+        yield Item("KV cache", kv_cache(plan)[1])
+
+
+def _reshard(plan: Plan) -> Iterator[Item]:
+    bucket = plan.config.rollout.reshard_bucket_mib * (1 << 20)
+    actor, item = plan.actor, ITEM_BYTES[plan.config.rollout.dtype]
+    largest = max(actor.embedding_params, actor.hidden_size * actor.intermediate_size)
+    whole = actor.num_params * item
+    yield from _resident(plan, with_params="actor")
+    yield Item("engine weights", _engine_weights(plan))
+    yield Item("two reshard buckets", min(2 * bucket, 2 * whole))
+    yield Item("cast of one cut", min(bucket, largest * item / plan.dims.shard_size))
+
+
+def _generate(plan: Plan) -> Iterator[Item]:
+    yield from _resident(plan)
+    yield Item("engine weights", _engine_weights(plan))
+    yield Item("KV cache", kv_cache(plan)[1])
+    if not (plan.sglang and plan.cuda):
+        rows = min(plan.config.rollout.max_num_seqs, plan.config.data.train_batch_size)
+        yield Item("logits and sampling", 3 * rows * plan.actor.vocab_size * 4)
+
+
+def _reward_model(plan: Plan) -> Iterator[Item]:
+    """The reward model reads as many tokens as actor and critic do, by its own tokenizer or not."""
+    yield from _forward_only(
+        plan, _frozen(plan)[-1], plan.config.reward.model.max_token_len_per_gpu
+    )
+
+
+def _log_probs(plan: Plan) -> Iterator[Item]:
+    """The forward-only pass that holds most: of the reference where there is one."""
+    model = _ref(plan) if plan.config.ref_enabled else _actor(plan)
+    yield from _forward_only(plan, model, plan.config.ref.log_prob_max_token_len_per_gpu)
+
+
+def _forward_only(plan: Plan, model: ShardedModel, budget: int) -> Iterator[Item]:
+    """A pass over all samples with at most `budget` tokens of a rank at once."""
+    longest = -(-_longest(plan) // plan.dims.sp)
+    budget = max(budget, longest)
+    samples = -(-plan.config.data.train_batch_size * plan.config.rollout.n // plan.dims.dp)
+    run = Pass(tokens=min(budget, samples * longest), sp=plan.dims.sp, cuda=plan.cuda)
+    yield from _resident(plan, with_params=model.name)
+    yield from _engine_kept(plan)
+    yield from forward_pass(model, run)
+
+
+def _train(plan: Plan, model: ShardedModel, section: ActorConfig | CriticConfig) -> Iterator[Item]:
+    options, tokens = plan.config.model, micro_tokens(plan, section)
+    samples = -(-section.ppo_mini_batch_size * plan.config.rollout.n // plan.dims.dp)
+    run = Pass(
+        tokens=tokens,
+        sp=plan.dims.sp,
+        checkpointing=options.enable_gradient_checkpointing,
+        activation_offload=options.enable_activation_offload,
+        with_entropy=plan.config.actor.entropy_coeff != 0,
+        accumulates=samples * _longest(plan) > tokens * plan.dims.sp,
+        cuda=plan.cuda,
+    )
+    yield from _resident(plan, with_params=model.name, with_optimizer=model.name)
+    yield from _engine_kept(plan)
+    on_host = plan.cuda and model.fsdp.offload_policy
+    for item in training_pass(model, run):
+        if not (on_host and item.name == "gradients"):
+            yield item
+
+
+def _longest(plan: Plan) -> int:
+    return plan.config.data.max_prompt_length + plan.config.data.max_response_length
+
+
+def _drop(items: Iterable[Item]) -> list[Item]:
+    """Without items of nothing."""
+    return [item for item in items if item.bytes > 0]

@@ -1,0 +1,297 @@
+"""`--check`: what a run would be, without processes, data or weights.
+
+Prints the mesh, the batch arithmetic and the predicted peak memory of a rank in each phase, or
+every problem found. Must not import torch, transformers or sglang: it answers in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+
+from ppo.check.files import missing_files, to_download
+from ppo.check.memory_pass import Item
+from ppo.check.memory_phases import GIB, Phase, Plan, host_bytes, kv_cache, micro_tokens, phases
+from ppo.check.rules import check_config
+from ppo.check.warnings import config_warnings
+from ppo.config import (
+    ActorConfig,
+    CommandLine,
+    Config,
+    ConfigError,
+    CriticConfig,
+    Problem,
+    load_config,
+)
+from ppo.model_shapes import ModelShape, find_shape
+from sharding.dims import ParallelDims
+
+LARGEST = 5  # items shown of each phase
+MODEL_NAMES = {
+    "model.path": "actor",
+    "critic.model.path": "critic",
+    "reward.model.path": "reward model",
+}
+
+
+def run_check(options: CommandLine) -> int:
+    """All of `--check`: loads the file, prints the plan or every problem; returns the exit code."""
+
+    def rules(config: Config) -> list[Problem]:
+        ranks = options.nproc_per_node or config.check.nproc_per_node
+        world = ranks * (options.nnodes or config.check.nnodes)
+        return check_config(config, world_size=world, ranks_per_node=ranks)
+
+    try:
+        config = load_config(options.config, options.overrides, check=rules)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return report(
+        config,
+        nnodes=options.nnodes or config.check.nnodes,
+        nproc_per_node=options.nproc_per_node or config.check.nproc_per_node,
+        device_memory_gib=options.device_memory_gib or config.check.device_memory_gib,
+    )
+
+
+def report(config: Config, *, nnodes: int, nproc_per_node: int, device_memory_gib: float) -> int:
+    """Print the plan for this machine; 0 when it works and fits, else 2 with every problem."""
+    world_size = nnodes * nproc_per_node
+    problems = check_config(config, world_size=world_size, ranks_per_node=nproc_per_node)
+    lines: list[str] = []
+    if not problems:
+        dims = config.dims(world_size, nproc_per_node)
+        lines += [*_mesh(config, dims), *_batches(config, dims)]
+        more, problems = _models(config, dims, device_memory_gib)
+        lines += more
+    missing = [*missing_files(config), *to_download(config)]
+    if missing:
+        absent = (f"  {problem.path}: {problem.value} ({problem.rule})" for problem in missing)
+        lines += ["not checked, absent here", *absent]
+    notes = config_warnings(config, world_size=world_size)
+    if notes:
+        lines += ["warnings", *(f"  {note}" for note in notes)]
+    if lines:
+        sys.stdout.write("\n".join(lines) + "\n")
+    if problems:
+        sys.stdout.flush()
+        sys.stderr.write(f"{ConfigError(problems)}\n")
+        return 2
+    return 0
+
+
+def check_shapes(config: Config, dims: ParallelDims) -> list[Problem]:
+    """Degrees that the attention heads of the models do not allow; unknown models pass."""
+    found = []
+    for key, path in config.model_paths.items():
+        shape, is_again = find_shape(path), key != "model.path" and path == config.model.path
+        if shape is not None and not is_again:
+            found += _head_problems(key, path, shape[0], dims)
+    return found
+
+
+def _head_problems(key: str, path: str, shape: ModelShape, dims: ParallelDims) -> Iterator[Problem]:
+    degrees = {"actor.ulysses_sequence_parallel_size": dims.sp}
+    if key == "model.path":
+        degrees["rollout.tensor_model_parallel_size"] = dims.rollout_tp
+    for name, degree in degrees.items():
+        possible = [d for d in range(1, shape.num_heads + 1) if _divides(d, shape)]
+        if degree not in possible:
+            heads = f"{shape.num_heads} attention and {shape.num_kv_heads} kv heads"
+            yield Problem(
+                name,
+                degree,
+                f"does not divide the {heads} of {key} = {path}",
+                f"possible: {', '.join(map(str, possible))}",
+            )
+
+
+def _divides(degree: int, shape: ModelShape) -> bool:
+    """Heads are split; kv heads are split or repeated."""
+    kv = shape.num_kv_heads
+    return shape.num_heads % degree == 0 and (kv % degree == 0 or degree % kv == 0)
+
+
+def _mesh(config: Config, dims: ParallelDims) -> Iterator[str]:
+    nodes, ranks = _plural(dims.nodes, "node"), _plural(dims.ranks_per_node, "rank")
+    yield f"mesh: {nodes} x {ranks}"
+    strategy = dims.strategy
+    if not config.actor.fsdp.reshard_after_forward and strategy == "FULL_SHARD":
+        strategy = "SHARD_GRAD_OP"
+    yield (
+        f"  training    dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x sp {dims.sp}"
+        f"   {strategy}, shards over {dims.shard_size} ranks"
+    )
+    yield f"  generation  rollout_dp {dims.rollout_dp} x rollout_tp {dims.rollout_tp}"
+
+
+def _batches(config: Config, dims: ParallelDims) -> Iterator[str]:
+    prompts, n = config.data.train_batch_size, config.rollout.n
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    yield "one iteration"
+    yield (
+        f"  {prompts} prompts x {n} responses = {prompts * n} sequences of up to {longest} tokens "
+        f"({_count(prompts * n * longest)} tokens)"
+    )
+    replica = -(-prompts * n // dims.rollout_dp)
+    yield (
+        f"  generation: {replica} sequences per engine, "
+        f"{min(replica, config.rollout.max_num_seqs)} at once"
+    )
+    yield from _updates("actor", config.actor, config, dims)
+    if config.critic_enabled:
+        yield from _updates("critic", config.critic, config, dims)
+    steps = config.trainer.total_training_steps
+    epochs = f"{_plural(config.trainer.total_epochs, 'epoch')} of the data"
+    length = _plural(steps, "iteration") if steps else epochs
+    yield f"  run: {length}"
+
+
+def _updates(
+    name: str, section: ActorConfig | CriticConfig, config: Config, dims: ParallelDims
+) -> Iterator[str]:
+    mini = config.data.train_batch_size // section.ppo_mini_batch_size
+    sequences = section.ppo_mini_batch_size * config.rollout.n
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    group = -(-sequences // dims.dp)
+    yield (
+        f"  {name}: {_plural(mini, 'mini-batch')} of {section.ppo_mini_batch_size} prompts "
+        f"({sequences} sequences, about {group} per sp group) x "
+        f"{_plural(section.ppo_epochs, 'epoch')} = "
+        f"{_plural(mini * section.ppo_epochs, 'optimizer step')}"
+    )
+    if section.use_dynamic_bsz:
+        row = section.ppo_max_token_len_per_gpu * dims.sp
+        most = group if row < longest else math.ceil(group / (row // longest))
+        yield (
+            f"    token budget {section.ppo_max_token_len_per_gpu} per rank x sp {dims.sp} = {row} "
+            f"per row: at most about {_plural(most, 'micro-batch')} per mini-batch"
+        )
+    else:
+        size = min(section.ppo_micro_batch_size_per_gpu or group, group)
+        yield (
+            f"    micro-batches of {_plural(size, 'sequence')}: "
+            f"about {math.ceil(group / size)} per mini-batch"
+        )
+
+
+def _models(
+    config: Config, dims: ParallelDims, device_memory_gib: float
+) -> tuple[list[str], list[Problem]]:
+    """The models, and memory where their sizes are known."""
+    shapes, lines = {}, []
+    for key, path in config.model_paths.items():
+        name, shape = MODEL_NAMES[key], find_shape(path)
+        if shape is None:
+            return [f"memory: not checked, sizes of {path} are not known here"], []
+        shapes[name], source = shape
+        count = f", {_count(shape[0].num_params)} parameters" if name == "actor" else ""
+        lines.append(f"{name}: {path}{count} ({source})")
+    plan = Plan(
+        config=config,
+        dims=dims,
+        actor=shapes["actor"],
+        critic=shapes.get("critic", shapes["actor"]),
+        reward_model=shapes.get("reward model"),
+        cuda=config.trainer.device != "cpu",
+        sglang=config.rollout.engine != "torch",
+        device_bytes=device_memory_gib * GIB,
+    )
+    found = phases(plan)
+    lines += [*_memory(plan, found), *_host(plan)]
+    return lines, [*check_shapes(config, dims), *_not_fitting(plan, found)]
+
+
+def _memory(plan: Plan, found: list[Phase]) -> Iterator[str]:
+    limit = plan.device_bytes
+    where = "device" if plan.cuda else "CPU, live tensors"
+    yield f"predicted peak memory per rank ({where}; {limit / GIB:g} GiB there)"
+    for phase in found:
+        verdict = "fits" if phase.bytes <= limit else "DOES NOT FIT"
+        yield f"  {phase.name:<13}{_size(phase.bytes):>11}  {verdict}"
+        largest = sorted(phase.items, key=lambda item: -item.bytes)
+        yield from (_line(item) for item in largest[:LARGEST])
+        rest = sum(item.bytes for item in largest[LARGEST:])
+        if rest:
+            yield _line(Item("the rest", rest))
+    tokens, size = kv_cache(plan)
+    longest = plan.config.rollout.max_model_len
+    yield (
+        f"  KV cache: {tokens} tokens ({_size(size)}) per engine, "
+        f"{tokens // longest} sequences of {longest}"
+    )
+
+
+def _host(plan: Plan) -> Iterator[str]:
+    items = host_bytes(plan)
+    total = sum(item.bytes for item in items)
+    yield f"host memory per node, besides processes and data: {_size(total)}"
+    yield from (_line(item) for item in items)
+
+
+def _line(item: Item) -> str:
+    return f"    {_size(item.bytes):>11}  {item.name}"
+
+
+def _not_fitting(plan: Plan, found: list[Phase]) -> Iterator[Problem]:
+    for phase in found:
+        if phase.bytes > plan.device_bytes:
+            largest = max(phase.items, key=lambda item: item.bytes)
+            yield Problem(
+                "check.device_memory_gib",
+                round(plan.device_bytes / GIB, 3),
+                f"{phase.name} needs {phase.bytes / GIB:.2f} GiB per rank, most of it "
+                f"{largest.name} ({largest.bytes / GIB:.2f})",
+                _advice(plan, phase, largest),
+            )
+    tokens, _ = kv_cache(plan)
+    if tokens < plan.config.rollout.max_model_len:
+        yield Problem(
+            "rollout.gpu_memory_utilization",
+            plan.config.rollout.gpu_memory_utilization,
+            f"leaves a KV cache of {tokens} tokens, less than one sequence of "
+            f"rollout.max_model_len = {plan.config.rollout.max_model_len}",
+            "raise it, or rollout.tensor_model_parallel_size",
+        )
+
+
+def _advice(plan: Plan, phase: Phase, largest: Item) -> str:
+    if phase.name == "reward model":
+        return "lower reward.model.max_token_len_per_gpu, or use more ranks"
+    name = "critic" if phase.name == "train critic" else "actor"
+    if "tokens)" in largest.name or largest.name in (
+        "one layer forward and backward",
+        "log-probs in blocks",
+    ):
+        section = plan.config.critic if name == "critic" else plan.config.actor
+        longest = plan.config.data.max_prompt_length + plan.config.data.max_response_length
+        if micro_tokens(plan, section) * plan.dims.sp <= longest:
+            return "a single sequence is that long: raise actor.ulysses_sequence_parallel_size"
+        return (
+            f"lower {name}.ppo_max_token_len_per_gpu, or raise actor.ulysses_sequence_parallel_size"
+        )
+    if phase.name in ("generate", "reshard"):
+        return (
+            "lower rollout.gpu_memory_utilization, raise rollout.tensor_model_parallel_size, or "
+            "set actor.fsdp.optimizer_offload=true and param_offload=true"
+        )
+    return f"set {name}.fsdp.optimizer_offload=true and param_offload=true, or use more ranks"
+
+
+def _size(number: float) -> str:
+    return f"{number / GIB:.2f} GiB" if number >= GIB / 10 else f"{number / (1 << 20):.1f} MiB"
+
+
+def _plural(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith('batch') else 's'}"
+
+
+def _count(number: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(int(number))

@@ -1,0 +1,234 @@
+"""Rules that concern several keys of a configuration, or the ranks: what cannot work.
+
+What is only odd is in ppo/check/warnings.py, what is missing on this machine in ppo/check/files.py.
+Must not look at files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ppo.config import Config, FsdpConfig, Problem
+from sharding.dims import ParallelDims
+
+# estimators whose baseline comes from the other responses to the prompt
+_COMPARING = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
+_DEGREE_KEYS = {
+    "sp": "actor.ulysses_sequence_parallel_size",
+    "fsdp_size": "actor.fsdp.fsdp_size",
+    "rollout_tp": "rollout.tensor_model_parallel_size",
+}
+
+
+def check_config(config: Config, *, world_size: int, ranks_per_node: int) -> list[Problem]:
+    """Everything that cannot work with this many ranks; empty when all is well."""
+    dims = config.dims(world_size, ranks_per_node)
+    return [
+        *_degrees(config, dims),
+        *_batch_sizes(config),
+        *_estimator(config),
+        *_lengths(config),
+        *_pairs(config),
+        *_rows_and_samples(config),
+        *_rewards(config),
+        *_validation(config),
+    ]
+
+
+def _degrees(config: Config, dims: ParallelDims) -> Iterator[Problem]:
+    for text in dims.problems():
+        head, _, rule = text.partition(": ")
+        name, _, value = head.partition(" ")
+        path = _DEGREE_KEYS.get(name, "")
+        yield Problem(path, int(value), rule) if path else Problem("", None, text)
+    if dims.problems():
+        return
+    for name, fsdp, used in _models(config):
+        if not used:
+            continue
+        if name != "actor":
+            own = ParallelDims(
+                world_size=dims.world_size,
+                ranks_per_node=dims.ranks_per_node,
+                fsdp_size=fsdp.fsdp_size,
+                sp=dims.sp,
+            )
+            if own.shard_size != dims.shard_size:
+                yield Problem(
+                    f"{name}.fsdp.fsdp_size",
+                    fsdp.fsdp_size,
+                    f"must be actor.fsdp.fsdp_size ({dims.shard_size}): all models share one mesh",
+                    "leave it out",
+                )
+        yield from _strategy(name, fsdp, dims)
+    sp = config.critic.ulysses_sequence_parallel_size
+    if config.critic_enabled and sp != dims.sp:
+        yield Problem(
+            "critic.ulysses_sequence_parallel_size",
+            sp,
+            f"must be actor.ulysses_sequence_parallel_size ({dims.sp}): all models share one mesh",
+            "leave it out",
+        )
+
+
+def _models(config: Config) -> list[tuple[str, FsdpConfig, bool]]:
+    return [
+        ("actor", config.actor.fsdp, True),
+        ("critic", config.critic.fsdp, config.critic_enabled),
+        ("ref", config.ref.fsdp, config.ref_enabled),
+        ("reward.model", config.reward.model.fsdp, config.reward.model.enable),
+    ]
+
+
+def _strategy(name: str, fsdp: FsdpConfig, dims: ParallelDims) -> Iterator[Problem]:
+    """An explicit sharding_strategy must be what the sizes amount to."""
+    wanted, size = fsdp.sharding_strategy, dims.shard_size
+    possible = {dims.strategy}
+    if dims.world_size == 1:
+        possible |= {"NO_SHARD", "FULL_SHARD"}
+    if not fsdp.reshard_after_forward:
+        possible = (possible - {"FULL_SHARD"}) | {"SHARD_GRAD_OP"}
+    if wanted is None or wanted in possible:
+        return
+    sizes = {"NO_SHARD": 1, "FULL_SHARD": dims.world_size, "SHARD_GRAD_OP": dims.world_size}
+    fix = f"set {name}.fsdp.fsdp_size={sizes.get(wanted, '1 < F < all ranks')}"
+    if sizes.get(wanted) == size:
+        value = "false" if wanted == "SHARD_GRAD_OP" else "true"
+        fix = f"set {name}.fsdp.reshard_after_forward={value}"
+    yield Problem(
+        f"{name}.fsdp.sharding_strategy",
+        wanted,
+        f"contradicts {name}.fsdp.fsdp_size = {fsdp.fsdp_size} ({size} of {dims.world_size} ranks)"
+        f" and reshard_after_forward = {str(fsdp.reshard_after_forward).lower()}, which amount to "
+        + " or ".join(sorted(possible)),
+        f"{fix}, or leave the strategy out",
+    )
+
+
+def _batch_sizes(config: Config) -> Iterator[Problem]:
+    batch = config.data.train_batch_size
+    sections = [("actor", config.actor.ppo_mini_batch_size)]
+    if config.critic_enabled and config.critic.ppo_mini_batch_size != sections[0][1]:
+        sections.append(("critic", config.critic.ppo_mini_batch_size))
+    for name, size in sections:
+        if batch % size:
+            near = [d for d in range(1, batch + 1) if batch % d == 0]
+            lower = max((d for d in near if d <= size), default=1)
+            upper = min((d for d in near if d > size), default=batch)
+            yield Problem(
+                f"{name}.ppo_mini_batch_size",
+                size,
+                f"must divide data.train_batch_size ({batch})",
+                f"use {lower} or {upper}" if lower != upper else f"use at most {batch}",
+            )
+
+
+def _estimator(config: Config) -> Iterator[Problem]:
+    estimator = config.algorithm.adv_estimator
+    if estimator == "gae" and config.critic.enable is False:
+        yield Problem(
+            "critic.enable",
+            False,
+            "algorithm.adv_estimator gae needs a critic",
+            "leave it out, or use algorithm.adv_estimator=grpo",
+        )
+    if estimator in _COMPARING and config.rollout.n == 1 and not config.trainer.val_only:
+        yield Problem(
+            "rollout.n",
+            1,
+            f"algorithm.adv_estimator {estimator} compares the responses of a prompt",
+            "use rollout.n=8 or so",
+        )
+    if config.rollout.temperature == 0 and not config.trainer.val_only:
+        yield Problem(
+            "rollout.temperature",
+            0.0,
+            "training needs samples, and log-probs are of z / T",
+            "use 1.0; validation has its own in rollout.val_kwargs.temperature",
+        )
+
+
+def _lengths(config: Config) -> Iterator[Problem]:
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    if config.rollout.max_model_len < prompt + response:
+        yield Problem(
+            "rollout.max_model_len",
+            config.rollout.max_model_len,
+            f"must be at least data.max_prompt_length + data.max_response_length "
+            f"({prompt + response})",
+            "leave it out",
+        )
+    if config.actor.ulysses_sequence_parallel_size > 1 and not config.model.use_remove_padding:
+        yield Problem(
+            "model.use_remove_padding",
+            False,
+            "actor.ulysses_sequence_parallel_size > 1 cuts packed rows",
+            "leave it out",
+        )
+
+
+def _pairs(config: Config) -> Iterator[Problem]:
+    for name in ("actor", "critic"):
+        betas = getattr(config, name).optim.betas
+        if len(betas) != 2:
+            yield Problem(f"{name}.optim.betas", betas, "must be two numbers", "use [0.9, 0.999]")
+    icepop = config.algorithm.rollout_correction.icepop
+    if icepop is not None and (len(icepop) != 2 or icepop[0] >= icepop[1]):
+        yield Problem(
+            "algorithm.rollout_correction.icepop",
+            icepop,
+            "must be [lo, hi] with lo < hi",
+            "use [0.5, 5.0]",
+        )
+    control = config.algorithm.kl_ctrl
+    if control.type != "fixed" and control.min > control.max:
+        yield Problem(
+            "algorithm.kl_ctrl.min",
+            control.min,
+            f"must not be above algorithm.kl_ctrl.max ({control.max})",
+        )
+
+
+def _rows_and_samples(config: Config) -> Iterator[Problem]:
+    data, rollout = config.data, config.rollout
+    if not data.train_files:
+        yield Problem("data.train_files", [], "must name at least one file", "or use tiny")
+    if data.custom_cls.path is not None and data.custom_cls.name is None:
+        yield Problem("data.custom_cls.name", None, "is required with data.custom_cls.path")
+    counts = {
+        "data.train_max_samples": data.train_max_samples,
+        "data.val_max_samples": data.val_max_samples,
+        "rollout.top_k": rollout.top_k,
+    }
+    for path, count in counts.items():
+        if count == 0:
+            yield Problem(path, 0, "must be positive, or -1 for all")
+    if "" in rollout.stop:
+        yield Problem("rollout.stop", rollout.stop, "must not hold an empty text")
+
+
+def _rewards(config: Config) -> Iterator[Problem]:
+    function, model, weights = config.reward.function, config.reward.model, config.reward.weights
+    if function.style == "trl" and function.path is None:
+        yield Problem("reward.function.style", "trl", "needs reward.function.path")
+    if model.enable and model.path is None:
+        yield Problem(
+            "reward.model.path",
+            None,
+            "is required with reward.model.enable",
+            "name a sequence classification model with one label",
+        )
+    counts = {
+        "function": config.reward.uses_function and weights.function != 0,
+        "model": model.enable and weights.model != 0,
+    }
+    if not any(counts.values()):
+        yield Problem("reward.weights", None, "every score has weight 0: nothing is rewarded")
+
+
+def _validation(config: Config) -> Iterator[Problem]:
+    if config.trainer.val_only and not config.data.val_files:
+        yield Problem("data.val_files", [], "trainer.val_only needs validation data")
+    best = config.trainer.keep_best
+    if best is not None and best.startswith("val") and not config.data.val_files:
+        yield Problem("trainer.keep_best", best, "needs data.val_files")

@@ -1,0 +1,140 @@
+"""Options without effect and likely mistakes: a run goes on, but says so once.
+
+Owns what is only odd; what cannot work is in ppo/check/rules.py. Must not look at files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ppo.config import ActorConfig, Config, CriticConfig
+
+
+def config_warnings(config: Config, *, world_size: int) -> list[str]:
+    """One line for each option that has no effect, or an effect that few people want."""
+    return [
+        *_training(config),
+        *_micro_batches("actor", config.actor),
+        *(_micro_batches("critic", config.critic) if config.critic_enabled else ()),
+        *_algorithm(config),
+        *_data(config),
+        *_rollout(config),
+        *_sizes(config, world_size),
+    ]
+
+
+def _training(config: Config) -> Iterator[str]:
+    if config.model.trust_remote_code:
+        yield "model.trust_remote_code = true: Python code of the model runs on every rank"
+    if config.model.enable_activation_offload and not config.model.enable_gradient_checkpointing:
+        yield (
+            "model.enable_activation_offload without model.enable_gradient_checkpointing moves "
+            "every activation to the host: slow"
+        )
+    if config.model.dtype != "float32":
+        yield (
+            f"model.dtype = {config.model.dtype}: master weights and Adam moments have no more "
+            "digits than that, and small updates are rounded away"
+        )
+    if config.algorithm.adv_estimator != "gae":
+        if config.critic.enable:
+            yield "critic.enable has no effect: only algorithm.adv_estimator gae has a critic"
+        if config.trainer.critic_warmup:
+            yield "trainer.critic_warmup has no effect without a critic"
+    steps = config.trainer.total_training_steps
+    if config.critic_enabled and steps is not None and config.trainer.critic_warmup >= steps:
+        yield "trainer.critic_warmup leaves the actor none of trainer.total_training_steps"
+    if "optimizer" not in config.actor.checkpoint.save_contents:
+        yield (
+            f"actor.checkpoint.save_contents = {config.actor.checkpoint.save_contents}: without "
+            "optimizer a resumed run starts with new Adam moments"
+        )
+    for name in ("actor", "critic") if config.critic_enabled else ("actor",):
+        optim, fsdp = getattr(config, name).optim, getattr(config, name).fsdp
+        if optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
+            yield f"{name}.optim.lr_warmup_steps_ratio has no effect beside lr_warmup_steps"
+        if optim.min_lr_ratio and optim.lr_scheduler_type == "constant":
+            yield f"{name}.optim.min_lr_ratio has no effect with lr_scheduler_type constant"
+        if fsdp.offload_policy and (fsdp.param_offload or fsdp.optimizer_offload):
+            yield (
+                f"{name}.fsdp.param_offload and optimizer_offload have no effect beside "
+                "offload_policy"
+            )
+        if fsdp.mixed_precision.param_dtype == "float16":
+            yield f"{name}.fsdp.mixed_precision.param_dtype float16: there is no loss scaling"
+
+
+def _micro_batches(name: str, section: ActorConfig | CriticConfig) -> Iterator[str]:
+    if section.use_dynamic_bsz and section.ppo_micro_batch_size_per_gpu is not None:
+        yield f"{name}.ppo_micro_batch_size_per_gpu has no effect with use_dynamic_bsz"
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    algorithm, control = config.algorithm, config.algorithm.kl_ctrl
+    estimator = algorithm.adv_estimator
+    if algorithm.gamma != 1 and estimator not in ("gae", "reinforce_plus_plus"):
+        yield f"algorithm.gamma has no effect with adv_estimator {estimator}"
+    if algorithm.lam != 1 and estimator != "gae":
+        yield f"algorithm.lam has no effect with adv_estimator {estimator}"
+    if algorithm.use_kl_in_reward and config.actor.use_kl_loss:
+        yield "algorithm.use_kl_in_reward and actor.use_kl_loss: the KL penalty counts twice"
+    if algorithm.use_kl_in_reward and control.type == "fixed" and control.kl_coef == 0:
+        yield (
+            "algorithm.kl_ctrl.kl_coef = 0: the reference model only measures; "
+            "algorithm.use_kl_in_reward=false saves it"
+        )
+    if config.actor.use_kl_loss and config.actor.kl_loss_coef == 0:
+        yield "actor.kl_loss_coef = 0: the KL loss only measures"
+    if not algorithm.use_kl_in_reward and control.type != "fixed":
+        yield "algorithm.kl_ctrl.type has no effect without algorithm.use_kl_in_reward"
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.filter_overlong_prompts and data.truncation != "error":
+        yield "data.truncation has no effect with data.filter_overlong_prompts"
+    if data.custom_cls.name is not None and data.custom_cls.path is None:
+        yield "data.custom_cls.name has no effect without data.custom_cls.path"
+    function, model = config.reward.function, config.reward.model
+    if model.path is not None and not model.enable:
+        yield "reward.model.path has no effect without reward.model.enable"
+    if config.reward.weights.model != 1 and not model.enable:
+        yield "reward.weights.model has no effect without reward.model.enable"
+    if function.path is None and (function.kwargs or function.name != "compute_score"):
+        yield "reward.function.name and kwargs have no effect without reward.function.path"
+    if config.trainer.val_before_train and not data.val_files and config.trainer.keep_best:
+        yield "trainer.keep_best: there are no data.val_files, only training metrics exist"
+
+
+def _rollout(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.val_kwargs.temperature == 0 and rollout.val_kwargs.n > 1:
+        yield "rollout.val_kwargs.n > 1 at temperature 0 makes equal responses"
+    if rollout.engine == "torch":
+        if rollout.engine_kwargs:
+            yield "rollout.engine_kwargs has no effect with rollout.engine torch"
+        if rollout.enforce_eager:
+            yield "rollout.enforce_eager has no effect with rollout.engine torch"
+        if not rollout.free_cache_engine:
+            yield "rollout.free_cache_engine has no effect: rollout.engine torch always frees"
+    if config.parallel.align_to_rollout and rollout.tensor_model_parallel_size == 1:
+        yield ("parallel.align_to_rollout has no effect with rollout.tensor_model_parallel_size 1")
+
+
+def _sizes(config: Config, world_size: int) -> Iterator[str]:
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    sp = config.actor.ulysses_sequence_parallel_size
+    for name in ("actor", "critic") if config.critic_enabled else ("actor",):
+        section = getattr(config, name)
+        row = section.ppo_max_token_len_per_gpu * sp
+        if section.use_dynamic_bsz and row < longest:
+            yield (
+                f"{name}.ppo_max_token_len_per_gpu x sp = {row} tokens is less than the longest "
+                f"sequence ({longest}): such a sequence gets a micro-batch of its own"
+            )
+        sequences, groups = section.ppo_mini_batch_size * config.rollout.n, world_size // sp
+        if sequences < groups:
+            yield (
+                f"{name}.ppo_mini_batch_size x rollout.n = {sequences} sequences: less than the "
+                f"{groups} sp groups, some ranks compute nothing"
+            )

@@ -1,0 +1,152 @@
+"""The sections that say how a model is trained: optimizer, FSDP, actor, ref, critic.
+
+Owns names, types, defaults, units, and which keys of ref and critic follow the actor's. Must not
+know how files are read or checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from ppo.config.fields import (
+    Bound,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Section,
+    derived,
+    inherits,
+)
+from ppo.config.sections.model import (
+    FsdpConfig,
+    OptimConfig,
+)
+
+LossAggMode = Literal[
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+]
+KlLossKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
+    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
+]  # fmt: skip
+SaveContent = Literal["model", "optimizer", "extra", "hf_model"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    """What a checkpoint holds."""
+
+    save_contents: list[SaveContent] = field(
+        default_factory=lambda: ["model", "optimizer", "extra"]
+    )
+    """model and extra are always saved; without optimizer a resumed run starts with new Adam
+    moments; hf_model adds a folder for transformers"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig(Section):
+    """The policy and its update."""
+
+    ppo_mini_batch_size: PositiveInt = 256
+    """prompts of one optimizer step, over all ranks; divides data.train_batch_size"""
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
+    """sequences of one forward and backward without use_dynamic_bsz; null = all of a rank's"""
+    use_dynamic_bsz: bool = True
+    """cut micro-batches by tokens instead of by sequences"""
+    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    """tokens of one forward and backward on a rank; the row of an sp group holds sp times these"""
+    log_prob_max_token_len_per_gpu: PositiveInt = derived(
+        "actor.ppo_max_token_len_per_gpu", times=2
+    )
+    """tokens of one forward-only pass on a rank; null = 2 x ppo_max_token_len_per_gpu"""
+    ppo_epochs: PositiveInt = 1
+    """passes over the batch of an iteration"""
+    shuffle: bool = False
+    """seeded shuffle of the prompts before they are cut into mini-batches"""
+    clip_ratio: Annotated[float, Bound(gt=0, lt=1)] = 0.2
+    """PPO's epsilon"""
+    clip_ratio_low: Annotated[float, Bound(gt=0, lt=1)] = derived("actor.clip_ratio")
+    """lower epsilon; null = clip_ratio"""
+    clip_ratio_high: Positive = derived("actor.clip_ratio")
+    """upper epsilon; null = clip_ratio"""
+    clip_ratio_c: Annotated[float, Bound(gt=1)] = 3.0
+    """dual clip: bound of the loss for negative advantages"""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """how token losses become one number"""
+    entropy_coeff: float = 0.0
+    """weight of the entropy bonus"""
+    use_kl_loss: bool = False
+    """add kl_loss_coef x KL(actor, ref) to the loss"""
+    kl_loss_coef: NonNegative = 0.001
+    """weight of that loss"""
+    kl_loss_type: KlLossKind = "low_var_kl"
+    """its estimator; "+" = that value with the gradient of k2"""
+    grad_clip: Positive = 1.0
+    """largest gradient norm"""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """optimizer"""
+    ulysses_sequence_parallel_size: PositiveInt = 1
+    """ranks that share one sequence (sp)"""
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """sharding"""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """what a checkpoint holds"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefConfig(Section):
+    """The frozen reference policy; a key that is null follows the actor's."""
+
+    log_prob_max_token_len_per_gpu: PositiveInt = derived("actor.log_prob_max_token_len_per_gpu")
+    """tokens of one forward-only pass on a rank"""
+    fsdp: FsdpConfig = inherits(FsdpConfig, "actor.fsdp")
+    """sharding; parameters are held in param_dtype and offloaded when idle"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticModelConfig(Section):
+    """Where the value model starts from."""
+
+    path: str = derived("model.path")
+    """HF folder or hub name; null = model.path"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig(Section):
+    """The value model and its update; a key that is null follows the actor's."""
+
+    enable: bool | None = None
+    """null = only for adv_estimator gae"""
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    """where it starts from"""
+    optim: OptimConfig = inherits(OptimConfig, "actor.optim", lr=1e-5)
+    """optimizer; lr 1e-5, the rest follows the actor's"""
+    cliprange_value: Positive = 0.5
+    """values may move so far from the old ones before the loss stops them"""
+    ppo_mini_batch_size: PositiveInt = derived("actor.ppo_mini_batch_size")
+    """prompts of one optimizer step, over all ranks; divides data.train_batch_size"""
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = derived("actor.ppo_micro_batch_size_per_gpu")
+    """sequences of one forward and backward without use_dynamic_bsz"""
+    use_dynamic_bsz: bool = derived("actor.use_dynamic_bsz")
+    """cut micro-batches by tokens instead of by sequences"""
+    ppo_max_token_len_per_gpu: PositiveInt = derived("actor.ppo_max_token_len_per_gpu", times=2)
+    """tokens of one pass on a rank, forward-only ones too; null = 2 x the actor's"""
+    ppo_epochs: PositiveInt = derived("actor.ppo_epochs")
+    """passes over the batch of an iteration"""
+    shuffle: bool = derived("actor.shuffle")
+    """seeded shuffle of the prompts before they are cut into mini-batches"""
+    loss_agg_mode: LossAggMode = derived("actor.loss_agg_mode")
+    """how token losses become one number"""
+    grad_clip: Positive = derived("actor.grad_clip")
+    """largest gradient norm"""
+    ulysses_sequence_parallel_size: PositiveInt = derived("actor.ulysses_sequence_parallel_size")
+    """ranks that share one sequence (sp); must be the actor's"""
+    fsdp: FsdpConfig = inherits(FsdpConfig, "actor.fsdp")
+    """sharding"""
+    checkpoint: CheckpointConfig = inherits(CheckpointConfig, "actor.checkpoint")
+    """what a checkpoint holds"""

@@ -1,0 +1,78 @@
+"""Section algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ppo.config.fields import (
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Section,
+    UnitInterval,
+)
+
+AdvEstimator = Literal[
+    "gae",
+    "grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+]
+KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlControlConfig(Section):
+    """The coefficient of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive", "step"] = "fixed"
+    """adaptive: proportional to the error; step: times or divided by 1.5 outside a band"""
+    kl_coef: NonNegative = 0.001
+    """the coefficient, at the start if it is not fixed"""
+    target_kl: Positive = 0.1
+    """KL per token that adaptive and step aim at"""
+    horizon: PositiveInt = 10000
+    """sequences over which adaptive makes up its error"""
+    min: NonNegative = 1e-4
+    """smallest coefficient of adaptive and step"""
+    max: NonNegative = 10.0
+    """largest coefficient of adaptive and step"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrectionConfig(Section):
+    """Importance weights against the mismatch of engine and trainer."""
+
+    rollout_is: Literal["token", "sequence"] | None = None
+    """level of the weights; null = none"""
+    rollout_is_threshold: Positive = 2.0
+    """weights are cut here"""
+    icepop: list[Positive] | None = None
+    """[lo, hi]: tokens with a weight outside are dropped; null = none"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig(Section):
+    """Advantages and the KL penalty in the reward."""
+
+    adv_estimator: AdvEstimator = "gae"
+    """gae has a critic; remax samples one greedy response more per prompt; grpo, rloo, opo and
+    reinforce_plus_plus_baseline compare responses and need rollout.n > 1"""
+    gamma: UnitInterval = 1.0
+    """discount of gae and reinforce_plus_plus"""
+    lam: UnitInterval = 1.0
+    """GAE's lambda"""
+    norm_adv_by_std_in_grpo: bool = True
+    """divide a group's advantages by its standard deviation"""
+    use_kl_in_reward: bool = True
+    """subtract kl_coef x KL(actor, ref) from the reward of each token"""
+    kl_penalty: KlKind = "kl"
+    """estimator of that KL"""
+    kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
+    """its coefficient"""
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    """importance weights against the mismatch of engine and trainer"""

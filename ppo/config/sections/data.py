@@ -1,0 +1,64 @@
+"""Section data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ppo.config.fields import (
+    IntOrOff,
+    PositiveInt,
+    Section,
+    Seed,
+    derived,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomClassConfig(Section):
+    """A class of the user, loaded from a file."""
+
+    path: str | None = None
+    """Python file; null = the built-in class"""
+    name: str | None = None
+    """name of the class in that file"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Prompts: where they are, how they are cut, how many make a step."""
+
+    train_files: list[str]
+    """parquet or JSONL files: one, many, globs; `tiny` = a seeded copy task"""
+    val_files: list[str] = field(default_factory=list)
+    """as train_files; empty = no validation"""
+    prompt_key: str = "prompt"
+    """column with the prompt: text, or a list of {role, content}"""
+    reward_fn_key: str = "data_source"
+    """column that picks the scorer"""
+    max_prompt_length: PositiveInt = 512
+    """longest prompt, tokens"""
+    max_response_length: PositiveInt = 512
+    """longest response, tokens"""
+    train_batch_size: PositiveInt = 1024
+    """prompts of one iteration, over all ranks"""
+    val_batch_size: PositiveInt | None = None
+    """prompts generated at once in validation; null = all"""
+    shuffle: bool = True
+    """shuffle the prompts anew in each epoch, seeded"""
+    seed: Seed = derived("trainer.seed")
+    """seed of that shuffle; null = trainer.seed"""
+    drop_last: bool = True
+    """drop the short last batch of an epoch (one warning) instead of using it"""
+    filter_overlong_prompts: bool = True
+    """drop prompts longer than max_prompt_length at load"""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """what happens to a prompt that is too long and not filtered; `left` cuts its start"""
+    train_max_samples: IntOrOff = -1
+    """use only the first so many training rows; -1 = all"""
+    val_max_samples: IntOrOff = -1
+    """use only the first so many validation rows; -1 = all"""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """passed on to tokenizer.apply_chat_template"""
+    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
+    """dataset class of your own"""

@@ -1,0 +1,122 @@
+"""Section model, and what is said of any model: optimizer, FSDP, dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from ppo.config.fields import (
+    Bound,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    Section,
+    UnitInterval,
+    derived,
+)
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    """What concerns training and generation meshes together."""
+
+    align_to_rollout: bool = False
+    """shard o_proj and down_proj on dim 1, so that FSDP shards nest fully in rollout slices"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """The language model that actor and ref (and by default the critic) start from."""
+
+    path: str
+    """HF folder or hub name; `tiny` = seeded random Qwen2, built into the run folder"""
+    tokenizer_path: str = derived("model.path")
+    """HF folder or hub name of the tokenizer; null = model.path"""
+    trust_remote_code: bool = False
+    """run Python code that comes with the model"""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """keys of the model's config.json to replace"""
+    dtype: Dtype = "float32"
+    """master weights; gradients and Adam moments follow"""
+    attn_implementation: str = "auto"
+    """HF attention function; auto = packed varlen attention where it exists"""
+    enable_gradient_checkpointing: bool = True
+    """recompute each layer in the backward pass: less memory, about a third more time"""
+    enable_activation_offload: bool = False
+    """keep the checkpointed activations in host memory"""
+    use_remove_padding: bool = True
+    """pack sequences into one row instead of padding them"""
+    custom_chat_template: str | None = None
+    """Jinja text that replaces the tokenizer's chat template; null = the tokenizer's"""
+
+
+Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
+Beta = Annotated[float, Bound(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: NonNegative = 1e-6
+    """peak learning rate"""
+    lr_warmup_steps: NonNegativeInt = 0
+    """iterations of linear warm-up; 0 = lr_warmup_steps_ratio decides"""
+    lr_warmup_steps_ratio: UnitInterval = 0.0
+    """warm-up as a share of all iterations"""
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    """course after the warm-up"""
+    min_lr_ratio: UnitInterval = 0.0
+    """last learning rate of cosine and linear, as a share of lr"""
+    weight_decay: NonNegative = 0.01
+    """decoupled weight decay"""
+    betas: list[Beta] = field(default_factory=lambda: [0.9, 0.999])
+    """Adam's two decay rates"""
+    eps: Positive = 1e-8
+    """Adam's epsilon"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecisionConfig(Section):
+    """Dtypes of FSDP's forward and backward."""
+
+    param_dtype: Dtype = "bfloat16"
+    """gathered parameters and activations"""
+    reduce_dtype: Dtype = "float32"
+    """reduction of gradients"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapPolicyConfig(Section):
+    """Which modules FSDP shards as units of their own, besides every transformer layer."""
+
+    min_num_params: NonNegativeInt = 0
+    """parameters from which another module is wrapped; 0 = none"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpConfig(Section):
+    """Sharding, precision, prefetch and offload of one model."""
+
+    sharding_strategy: Strategy | None = None
+    """null = follows from fsdp_size and reshard_after_forward; a contradiction is an error"""
+    fsdp_size: Annotated[int, Bound(ge=-1)] = -1
+    """ranks of a shard group (dp_shard x sp); -1 = a node's on several nodes, else all"""
+    reshard_after_forward: bool = True
+    """free gathered parameters between forward and backward; false = SHARD_GRAD_OP"""
+    forward_prefetch: bool = True
+    """gather the next layer while one computes in the forward pass"""
+    backward_prefetch: bool = True
+    """gather the next layer while one computes in the backward pass"""
+    param_offload: bool = False
+    """parameters to host memory while they are not used"""
+    optimizer_offload: bool = False
+    """optimizer state to host memory while it is not used"""
+    offload_policy: bool = False
+    """FSDP2's CPUOffloadPolicy: parameters, gradients and optimizer live in host memory"""
+    mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
+    """dtypes"""
+    wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
+    """wrapping"""

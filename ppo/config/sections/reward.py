@@ -1,0 +1,81 @@
+"""The section `reward`: who scores responses, and within which limits.
+
+Owns names, types, defaults and units. Must not know how files are read or checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ppo.config.fields import Positive, PositiveInt, Section, UnitInterval, derived, inherits
+from ppo.config.sections.model import FsdpConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFunctionConfig(Section):
+    """A scorer of the user."""
+
+    path: str | None = None
+    """Python file; null = built-in scorers, picked by data_source"""
+    name: str = "compute_score"
+    """name of the function in that file"""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """extra keyword arguments of every call"""
+    style: Literal["verl", "trl"] = "verl"
+    """verl: one sample per call; trl: f(prompts, completions, **columns) -> list"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig(Section):
+    """A sequence classifier with one label, whose logit for the whole conversation is the score."""
+
+    enable: bool = False
+    """score with a reward model"""
+    path: str | None = None
+    """HF folder or hub name of a sequence classification model; `tiny` = a seeded random one"""
+    chat_template: str | None = None
+    """Jinja text that replaces its tokenizer's chat template; null = the tokenizer's"""
+    max_token_len_per_gpu: PositiveInt = derived("actor.log_prob_max_token_len_per_gpu")
+    """tokens of one pass on a rank; null = actor.log_prob_max_token_len_per_gpu"""
+    fsdp: FsdpConfig = inherits(FsdpConfig, "actor.fsdp")
+    """sharding; parameters are held in param_dtype and offloaded when idle"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardWeightsConfig(Section):
+    """How scores are summed; 0 = the score is a metric only."""
+
+    function: float | None = None
+    """of the function; null = 1, but with a reward model and no reward.function.path no function"""
+    model: float = 1.0
+    """of the reward model"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(Section):
+    """Scoring of responses."""
+
+    function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
+    """scorer of your own"""
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """reward model"""
+    weights: RewardWeightsConfig = field(default_factory=RewardWeightsConfig)
+    """of both in the score"""
+    num_workers: PositiveInt = 8
+    """scoring processes of a node"""
+    timeout_s: Positive = 60.0
+    """time limit of one sample, seconds; a sample over it is masked out of the loss"""
+    max_failed_fraction: UnitInterval = 0.1
+    """the run ends when a larger share of a step's samples could not be scored"""
+
+    @property
+    def uses_function(self) -> bool:
+        """Whether a function scores: always, but for a reward model that is to score alone."""
+        asked_for = self.function.path is not None or self.weights.function is not None
+        return asked_for or not self.model.enable
+
+    @property
+    def uses_builtin(self) -> bool:
+        """Whether built-in scorers are picked by data_source."""
+        return self.uses_function and self.function.path is None

@@ -1,0 +1,75 @@
+"""Section rollout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ppo.config.fields import (
+    IntOrOff,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Section,
+    Share,
+    derived,
+)
+from ppo.config.sections.model import Dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValKwargsConfig(Section):
+    """Sampling in validation."""
+
+    temperature: NonNegative = 0.0
+    """0 = greedy"""
+    top_p: Share = 1.0
+    """nucleus; 1 = off"""
+    n: PositiveInt = 1
+    """responses per prompt"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig(Section):
+    """Generation: engine, sampling, memory."""
+
+    engine: Literal["auto", "sglang", "torch"] = "auto"
+    """auto = SGLang where CUDA and sglang are present, else the embedded torch engine"""
+    n: PositiveInt = 1
+    """responses per prompt"""
+    temperature: NonNegative = 1.0
+    """of sampling and of every log-prob; 0 = greedy (not for training)"""
+    top_p: Share = 1.0
+    """nucleus; 1 = off"""
+    top_k: IntOrOff = -1
+    """-1 = off"""
+    stop: list[str] = field(default_factory=list)
+    """texts that end a response, besides the end-of-sequence tokens"""
+    ignore_eos: bool = False
+    """generate up to max_response_length always"""
+    tensor_model_parallel_size: PositiveInt = 1
+    """ranks that share one engine; divides the ranks of a node"""
+    gpu_memory_utilization: Share = 0.6
+    """share of the whole device that weights and KV cache of the engine may take"""
+    max_model_len: PositiveInt = derived("data.max_prompt_length", "data.max_response_length")
+    """longest sequence of the engine, tokens; null = max_prompt_length + max_response_length"""
+    max_num_seqs: PositiveInt = 256
+    """sequences that one engine decodes at once"""
+    max_num_batched_tokens: PositiveInt = 8192
+    """prompt tokens that one engine prefills at once"""
+    dtype: Dtype = "bfloat16"
+    """weights and KV cache of the engine"""
+    free_cache_engine: bool = True
+    """give the engine's memory back while training"""
+    reshard_bucket_mib: PositiveInt = 512
+    """send and receive buffer of one exchange together, MiB"""
+    verify_weights: Literal["first", "never"] | PositiveInt = "first"
+    """compare weights of engine and trainer after the first sync, never, or after every N-th"""
+    enforce_eager: bool = False
+    """no CUDA graphs in the engine"""
+    timeout_s: Positive = 3600.0
+    """an engine without progress for so long is dead, seconds"""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """passed on to sglang.Engine"""
+    val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
+    """sampling in validation"""

@@ -1,0 +1,82 @@
+"""Sections trainer and check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ppo.config.fields import (
+    IntOrOff,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Section,
+    Seed,
+    seconds,
+)
+
+LoggerName = Literal["console", "jsonl", "tensorboard"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConfig(Section):
+    """The machine that `--check` plans for; a training run does not read it."""
+
+    nnodes: PositiveInt = 1
+    """number of nodes"""
+    nproc_per_node: PositiveInt = 8
+    """ranks (devices) of a node"""
+    device_memory_gib: Positive = 80.0
+    """memory of one device, GiB"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(Section):
+    """The run: length, saving, logging, stopping."""
+
+    seed: Seed = 42
+    """of everything random"""
+    total_epochs: PositiveInt = 1
+    """passes over the prompts"""
+    total_training_steps: PositiveInt | None = None
+    """iterations; null = all of total_epochs"""
+    critic_warmup: NonNegativeInt = 0
+    """iterations in which only the critic is trained"""
+    save_freq: IntOrOff = 50
+    """iterations between checkpoints; 0 or -1 = only at the end"""
+    test_freq: IntOrOff = 10
+    """iterations between validations; 0 or -1 = only at the end"""
+    val_before_train: bool = True
+    """validate before the first iteration"""
+    val_only: bool = False
+    """validate and end"""
+    resume_mode: str = "auto"
+    """auto = newest complete checkpoint of the run folder; disable; or a checkpoint's path"""
+    allow_changed_config: bool = False
+    """resume although keys have changed that a resumed run should keep"""
+    async_save: bool = True
+    """write checkpoints while training goes on"""
+    max_ckpt_to_keep: PositiveInt | None = 2
+    """older checkpoints are deleted; null = keep all"""
+    keep_best: str | None = None
+    """metric whose highest value keeps its checkpoint besides; null = none"""
+    max_wall_time: Positive | None = field(default=None, metadata=seconds())
+    """stop, save and end after so long: seconds, or [D-]HH:MM:SS; null = never"""
+    comm_timeout_s: Positive = 600.0
+    """time limit of a collective, seconds"""
+    logger: list[LoggerName] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+    """where metrics go"""
+    project_name: str = "ppo"
+    """folder of related runs"""
+    experiment_name: str | None = None
+    """folder of this run in it; null = name of the config file"""
+    default_local_dir: str | None = None
+    """run folder; null = runs/PROJECT/EXPERIMENT"""
+    log_val_generations: NonNegativeInt = 8
+    """validation samples that are logged as text"""
+    balance_batch: bool = True
+    """spread sequences over ranks by cost instead of in order"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto = CUDA where there is one"""
+    deterministic: bool = False
+    """deterministic kernels, and per-sample seeds in SGLang on CUDA: slower"""

@@ -1,0 +1,66 @@
+"""The prompts of a run, training and validation."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ppo.config import Config
+from ppo.data.dataset import Prompt, Prompts, Split, build_dataset
+from ppo.data.sampler import PromptSampler
+from ppo.data.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:  # --check answers without the seconds that transformers takes
+    from transformers import PreTrainedTokenizerBase
+
+
+class PromptSets(NamedTuple):
+    """Tokenizer and prompts of a run; val is empty without data.val_files."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    train: Prompts
+    val: list[Prompt]
+
+    def all(self) -> Iterator[Prompt]:
+        """Training prompts, then validation prompts."""
+        yield from (self.train[index] for index in range(len(self.train)))
+        yield from self.val
+
+    def sampler(self, config: Config) -> PromptSampler:
+        """The order of the training prompts."""
+        return PromptSampler(
+            self.train,
+            batch_size=config.data.train_batch_size,
+            shuffle=config.data.shuffle,
+            seed=config.data.seed,
+            drop_last=config.data.drop_last,
+        )
+
+
+def load_prompts(config: Config, tokenizer_folder: Path) -> PromptSets:
+    """Load the tokenizer and all prompts. Raises DataError, on every rank alike."""
+    tokenizer = load_tokenizer(
+        tokenizer_folder,
+        trust_remote_code=config.model.trust_remote_code,
+        custom_chat_template=config.model.custom_chat_template,
+    )
+
+    def load(files: Sequence[str], split: Split) -> Prompts:
+        if not files:
+            return []
+        return build_dataset(
+            files,
+            tokenizer,
+            config.data,
+            split=split,
+            need_data_source=config.reward.uses_builtin,
+        )
+
+    train = load(config.data.train_files, "train")
+    val = load(config.data.val_files, "val")
+    return PromptSets(tokenizer, train, [val[index] for index in range(len(val))])
+
+
+def total_steps_of(config: Config, sampler: PromptSampler) -> int:
+    """Iterations of the run: trainer.total_training_steps, else all of trainer.total_epochs."""
+    epochs = config.trainer.total_epochs * len(sampler)
+    return config.trainer.total_training_steps or epochs

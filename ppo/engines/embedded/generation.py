@@ -1,0 +1,258 @@
+"""One generation of the embedded engine: rows come in, take steps together, and leave as they end.
+
+Owns which requests run, prefill, decode and the end of a row. Must not know time slices, weights or
+process groups: every rank of a tensor-parallel group runs it in lockstep, because every decision
+follows from the tokens.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppo.engines.contract import Completion, Request, SamplingParams
+from ppo.engines.embedded.kv_cache import KVCache, to_device
+from ppo.engines.embedded.model import LocalModel
+from ppo.engines.embedded.sampling import sample, uniforms
+from ppo.engines.embedded.stop_text import StopText
+
+
+@dataclass(slots=True, eq=False)
+class Response:
+    """One request on its way; `position` is where its newest token will be written."""
+
+    uid: int
+    prompt_ids: list[int]
+    limit: int
+    position: int
+    response_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class _State(NamedTuple):
+    """Device side of the running rows, [R] int64 each."""
+
+    tokens: Tensor
+    positions: Tensor
+    counts: Tensor
+    uids: Tensor
+
+
+class _Arrival(NamedTuple):
+    """Sampled tokens on their way to the host, with the rows they belong to."""
+
+    rows: list[Response]
+    tokens: Tensor
+    logprobs: Tensor
+    event: torch.cuda.Event | None
+
+
+class Generation:
+    """Drives requests to their end, one `step` at a time, with at most `max_rows` at once.
+
+    Finished rows leave the batch at once, waiting ones take their place. Requests that start
+    together and have the same prompt share its prefill. On CUDA the host reads a step's tokens
+    while the next step runs (`lag` = 1): a row may take one step too many, whose token is dropped.
+    """
+
+    def __init__(
+        self,
+        model: LocalModel,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        *,
+        max_rows: int,
+        max_model_len: int,
+        max_prefill_tokens: int,
+        stop_text: StopText,
+        agree: Callable[[Tensor], None] | None = None,
+        lag: int = 0,
+    ):
+        """agree: makes the sampled tokens [R] equal on all ranks of the group, in place."""
+        self._model, self._params, self._stop_text = model, params, stop_text
+        self._agree, self._lag = agree, lag
+        self._stop_ids = frozenset(() if params.ignore_eos else params.stop_token_ids)
+        self._rows = [
+            Response(uid, ids, min(params.max_new_tokens, max_model_len - len(ids)), len(ids))
+            for uid, ids in requests
+        ]
+        # Requests come sample-major; here the samples of a prompt have to start together.
+        self._waiting = deque(row for rows in _by_prompt(self._rows) for row in rows)
+        self._prefills: deque[list[list[Response]]] = deque()
+        self._running: list[Response] = []
+        self._state = _State(*(torch.zeros(0, dtype=torch.int64, device=model.device),) * 4)
+        self._arrivals: deque[_Arrival] = deque()
+        self._max_rows, self._max_prefill_tokens = max_rows, max_prefill_tokens
+        self.cache = KVCache(rows=max_rows, columns=longest_row(requests, params, max_model_len))
+        self.num_prefilled = self.num_decodes = self.num_decoded_rows = self.peak_tokens = 0
+
+    @property
+    def done(self) -> bool:
+        return not (self._waiting or self._prefills or self._running)
+
+    @property
+    def share_done(self) -> float:
+        """Finished rows over all rows, 0 to 1."""
+        return sum(row.finish_reason is not None for row in self._rows) / max(1, len(self._rows))
+
+    def step(self) -> None:
+        """One prefill or one token for every running row; then rows leave and enter."""
+        if not self._prefills:
+            self._admit()
+        if self._prefills:
+            self._prefill(self._prefills.popleft())
+        else:
+            self._decode()
+        while len(self._arrivals) > self._lag:
+            self._read(self._arrivals.popleft())
+        if any(row.finish_reason for row in self._running):
+            self._compact()
+
+    def completions(self) -> list[Completion]:
+        """In the order of the requests, once `done`."""
+        assert self.done
+        return [
+            Completion(row.response_ids, row.logprobs, row.finish_reason or "length")
+            for row in self._rows
+        ]
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens so far."""
+        return sum(len(row.response_ids) for row in self._rows)
+
+    @property
+    def cache_hit(self) -> float:
+        """Share of prompt tokens that were not computed, since a sibling's prefill has them."""
+        prompt_tokens = sum(len(row.prompt_ids) for row in self._rows)
+        return 1 - self.num_prefilled / prompt_tokens if prompt_tokens else 0.0
+
+    def _admit(self) -> None:
+        """Moves waiting rows to prefill when enough places are free to make it worthwhile."""
+        free = self._max_rows - len(self._running)
+        enough = min(len(self._waiting), max(1, self._max_rows // 8))
+        if not self._waiting or (self._running and free < enough):
+            return
+        starting = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        chunk: list[list[Response]] = []
+        for rows in sorted(_by_prompt(starting), key=lambda rows: len(rows[0].prompt_ids)):
+            if chunk and (len(chunk) + 1) * len(rows[0].prompt_ids) > self._max_prefill_tokens:
+                self._prefills.append(chunk)
+                chunk = []
+            chunk.append(rows)
+        self._prefills.append(chunk)
+
+    def _prefill(self, groups: list[list[Response]]) -> None:
+        """Prompts [U, P], right-padded, each once for all its rows; samples their first tokens."""
+        device = self._model.device
+        prompts = [torch.tensor(rows[0].prompt_ids) for rows in groups]
+        input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)  # [U, P]
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        copies = torch.tensor([len(rows) for rows in groups])
+        source = to_device(torch.arange(len(groups)).repeat_interleave(copies), device)  # [R]
+        step = self.cache.prefill(lengths.tolist(), copies.tolist(), device)
+        logits = self._model.logits(
+            to_device(input_ids, device), step, self.cache, last=to_device(lengths - 1, device)
+        )
+        self.num_prefilled += int(lengths.sum())
+        rows = [row for group in groups for row in group]
+        self._running = self._running + rows
+        started = _State(
+            tokens=torch.zeros_like(source),
+            positions=to_device(lengths, device)[source],
+            counts=torch.zeros_like(source),
+            uids=to_device(torch.tensor([row.uid for row in rows]), device),
+        )
+        started = self._sample(rows, logits[source], started)
+        self._state = _State(*(torch.cat(both) for both in zip(self._state, started, strict=True)))
+
+    def _decode(self) -> None:
+        """Feeds every running row its newest token and samples the next one."""
+        state, rows = self._state, self._running
+        longest = max(row.position for row in rows) + 1
+        step = self.cache.decode(state.positions, longest)
+        logits = self._model.logits(state.tokens[:, None], step, self.cache)
+        for row in rows:
+            row.position += 1
+        self._state = self._sample(rows, logits, state._replace(positions=state.positions + 1))
+        self.num_decodes += 1
+        self.num_decoded_rows += len(rows)
+        self.peak_tokens = max(self.peak_tokens, sum(row.position for row in rows))
+
+    def _sample(self, rows: list[Response], logits: Tensor, state: _State) -> _State:
+        """Draws token number `counts` of each row and sends it to the host."""
+        params = self._params
+        noise = uniforms(state.uids, state.counts, seed=params.seed, step=params.step)
+        tokens, logprobs = sample(
+            logits,
+            noise,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+        )
+        if self._agree is not None:
+            self._agree(tokens)
+        self._arrivals.append(_send(rows, tokens, logprobs))
+        return state._replace(tokens=tokens, counts=state.counts + 1)
+
+    def _read(self, arrival: _Arrival) -> None:
+        """Appends one token to each row and decides which rows have ended."""
+        if arrival.event is not None:
+            arrival.event.synchronize()
+        if not arrival.logprobs.isfinite().all():
+            raise RuntimeError("the engine's model gave log-probs that are not finite")
+        pairs = zip(arrival.tokens.tolist(), arrival.logprobs.tolist(), strict=True)
+        going = []
+        for row, (token, logprob) in zip(arrival.rows, pairs, strict=True):
+            if row.finish_reason is not None:
+                continue
+            row.response_ids.append(token)
+            row.logprobs.append(logprob)
+            if token in self._stop_ids:
+                row.finish_reason = "stop"
+            else:
+                going.append(row)
+        hits = self._stop_text.hits([row.response_ids for row in going])
+        for row, hit in zip(going, hits, strict=True):
+            if hit:
+                row.finish_reason = "stop"
+            elif len(row.response_ids) >= row.limit:
+                row.finish_reason = "length"
+
+    def _compact(self) -> None:
+        """Drops the finished rows from the batch and their columns from the cache."""
+        kept = [i for i, row in enumerate(self._running) if row.finish_reason is None]
+        order = self.cache.keep(kept)
+        self._running = [self._running[i] for i in order]
+        index = to_device(torch.tensor(order, dtype=torch.int64), self._model.device)
+        self._state = _State(*(tensor[index] for tensor in self._state))
+
+
+def _by_prompt(rows: Sequence[Response]) -> list[list[Response]]:
+    """Rows with the same prompt together, in the order of their first."""
+    groups: dict[tuple[int, ...], list[Response]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.prompt_ids), []).append(row)
+    return list(groups.values())
+
+
+def longest_row(requests: Sequence[Request], params: SamplingParams, max_model_len: int) -> int:
+    """Tokens of prompt and response together that the longest row can reach."""
+    longest = max((len(request.prompt_ids) for request in requests), default=0)
+    return min(longest + params.max_new_tokens, max_model_len)
+
+
+def _send(rows: list[Response], tokens: Tensor, logprobs: Tensor) -> _Arrival:
+    """Starts the copy of sampled tokens to the host without waiting for it."""
+    if not tokens.is_cuda:
+        return _Arrival(rows, tokens, logprobs, None)
+    hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (tokens, logprobs)]
+    for host, device in zip(hosts, (tokens, logprobs), strict=True):
+        host.copy_(device, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return _Arrival(rows, hosts[0], hosts[1], event)

@@ -1,0 +1,214 @@
+"""The embedded engine's model: a Hugging Face causal LM whose weights come and go.
+
+Owns the module, its tensor-parallel placement (DTensor, from the model's own base_model_tp_plan),
+the memory of its weights, and the forward that turns tokens into logits. Must not know requests,
+sampling, or how a bucket of weights was exchanged.
+"""
+
+import copy
+import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from ppo.engines.embedded.kv_cache import KVCache, Step, cached_attention
+from ppo.errors import InputError
+from ppo.models.weights import non_persistent_buffers
+from sharding.layout import FAMILIES, view_2d
+from sharding.reshard.plan import Entry
+from sharding.reshard.resharder import Bucket
+
+_ATTENTION = "ppo_kv_cache"  # HF makes no masks for a name it does not know
+
+
+class LocalModel:
+    """This rank's slice of the model; parameters have storage between `allocate` and `free`."""
+
+    def __init__(
+        self,
+        hf_config: PretrainedConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        tp_mesh: DeviceMesh,
+        trust_remote_code: bool = False,
+    ):
+        self.device = device
+        self.module = _build(hf_config, dtype, trust_remote_code)
+        self._aliases = _aliases(self.module)
+        _recompute_buffers(self.module, device)
+        if tp_mesh.size() > 1:
+            _parallelize(self.module, tp_mesh)
+        self._missing: dict[str, int] = {}
+        self._last: Tensor | None = None
+        _output_head(self.module).register_forward_pre_hook(self._select_last, prepend=True)
+
+    def allocate(self) -> None:
+        """Gives every parameter uninitialised storage on the device."""
+        self._replace(self.device)
+        self._missing = {name: local.numel() for name, local in self.parameters().items()}
+
+    def free(self) -> None:
+        """Drops the storage of all parameters; buffers stay."""
+        self._replace(torch.device("meta"))
+        self._missing = {}
+
+    @torch.no_grad()
+    def fill(self, bucket: Bucket) -> None:
+        """Copies one bucket into the local slices; ValueError for a target that does not exist."""
+        local = self.parameters()
+        for entry, block in bucket.views():
+            if entry.target not in local:
+                raise ValueError(f"the engine's model has no parameter {entry.target}")
+            _region(local[entry.target], entry).copy_(block)
+            self._missing[entry.target] -= block.numel()
+
+    def differences(self, bucket: Bucket) -> list[str]:
+        """One sentence per block of a bucket that is not what the local slice holds."""
+        local, found = self.parameters(), []
+        for entry, block in bucket.views():
+            held = _region(local[entry.target], entry)
+            for row, col in (held != block).nonzero()[:1].tolist():
+                found.append(
+                    f"{entry.target}[{entry.dst_row + row}, {entry.dst_col + col}]: engine "
+                    f"{held[row, col].item():g}, trainer {block[row, col].item():g}"
+                )
+        return found
+
+    def check_filled(self) -> None:
+        """RuntimeError that names parameters which were not written exactly once in full."""
+        wrong = {name: missing for name, missing in self._missing.items() if missing}
+        if wrong:
+            listed = ", ".join(f"{name} ({missing} missing)" for name, missing in wrong.items())
+            raise RuntimeError(f"weights not synchronised: {listed}")
+
+    @torch.no_grad()
+    def logits(
+        self, input_ids: Tensor, step: Step, cache: KVCache, *, last: Tensor | None = None
+    ) -> Tensor:
+        """Logits [R, V] that follow the tokens [R, q]: of index `last` [R] in each row, or of the
+        only one. Identical on all ranks of the tensor-parallel group."""
+        self._last = last
+        output = self.module(
+            input_ids=input_ids,
+            position_ids=step.positions,
+            past_key_values=cache,
+            use_cache=True,
+            kv_step=step,
+        )
+        return output.logits[:, -1]
+
+    def _select_last(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Only the hidden states [R, 1, H] whose logits are wanted enter the head."""
+        hidden, *rest = args
+        if self._last is not None:
+            rows = torch.arange(len(hidden), device=hidden.device)
+            hidden = hidden[rows, self._last][:, None]
+        return (hidden, *rest)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Local slice of every parameter, tied ones once."""
+        named = self.module.named_parameters()
+        return {n: p.to_local() if isinstance(p, DTensor) else p.data for n, p in named}
+
+    def _replace(self, device: torch.device) -> None:
+        for names in self._aliases:
+            old = self.module.get_parameter(names[0])
+            new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=False)
+            for name in names:
+                owner, _, leaf = name.rpartition(".")
+                setattr(self.module.get_submodule(owner), leaf, new)
+
+
+def _region(parameter: Tensor, entry: Entry) -> Tensor:
+    """The rectangle of an entry in a local slice, [rows, cols]."""
+    return parameter.view(view_2d(parameter.shape))[
+        entry.dst_row : entry.dst_row + entry.rows, entry.dst_col : entry.dst_col + entry.cols
+    ]
+
+
+def _build(hf_config: PretrainedConfig, dtype: torch.dtype, trust: bool) -> PreTrainedModel:
+    """The model on meta, with our attention; ValueError where the KV cache would be wrong."""
+    AttentionInterface.register(_ATTENTION, cached_attention)
+    config = copy.deepcopy(hf_config)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    if kinds:
+        raise InputError(
+            f"rollout.engine=torch has no cache for the {', '.join(sorted(kinds))} layers of "
+            f"{config.model_type}; use rollout.engine=sglang"
+        )
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=trust
+        )
+    if not module._supports_attention_backend:
+        raise InputError(
+            f"rollout.engine=torch needs a model that uses transformers' AttentionInterface; "
+            f"{config.model_type} does not: use rollout.engine=sglang"
+        )
+    return module.eval().requires_grad_(False)
+
+
+def _aliases(module: nn.Module) -> list[list[str]]:
+    """Names of each distinct parameter; tied parameters have several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())
+
+
+def _recompute_buffers(module: PreTrainedModel, device: torch.device) -> None:
+    """Rotary tables and the like: the model's own initialisation makes what no checkpoint holds."""
+    buffers = non_persistent_buffers(module)
+    for name in dict(module.named_buffers()):
+        owner_name, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(owner_name)
+        buffer = torch.empty_like(owner.get_buffer(leaf), device=device)
+        owner._buffers[leaf] = buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer
+    for owner_name in {name.rpartition(".")[0] for name in buffers}:
+        module._init_weights(module.get_submodule(owner_name))
+    for name, buffer in module.named_buffers():
+        if name not in buffers or not buffer.is_floating_point() or buffer.isnan().any():
+            raise InputError(
+                f"rollout.engine=torch cannot make the buffer {name} of "
+                f"{module.config.model_type}; use rollout.engine=sglang"
+            )
+
+
+def _output_head(module: PreTrainedModel) -> nn.Module:
+    head = module.get_output_embeddings()
+    assert head is not None, type(module).__name__
+    return head
+
+
+def _parallelize(module: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """DTensor placement of the base model's linear layers and of an untied head."""
+    config: Any = module.config
+    if config.model_type not in FAMILIES:
+        raise InputError(
+            f"rollout.engine=torch splits {', '.join(FAMILIES)} over ranks, not "
+            f"{config.model_type}: set rollout.tensor_model_parallel_size=1"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % mesh.size():
+            raise InputError(
+                f"rollout.tensor_model_parallel_size = {mesh.size()} must divide the model's "
+                f"{name} = {getattr(config, name)} with rollout.engine=torch"
+            )
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    for name, part in module.base_model.named_modules():
+        for pattern, kind in config.base_model_tp_plan.items():
+            if kind in styles and fnmatch.fnmatch(name, pattern):
+                parallelize_module(part, mesh, styles[kind]())
+    head = _output_head(module)
+    embedding = module.get_input_embeddings()
+    if head.weight is not embedding.weight:
+        parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))

@@ -1,0 +1,239 @@
+"""What an engine is started with: arguments of `sglang.Engine`, variables, size of its KV cache.
+
+Pure functions, without sglang. Must not know: processes, weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ppo.config import Config
+from ppo.config.sections.rollout import RolloutConfig
+from sharding.dims import ParallelDims
+
+LOADER = "ppo.engines.sglang.loader.load"
+CPU_ENGINE = Path(__file__).resolve().parents[3] / "launch" / "cpu_engine"
+
+# The engine counts its last token and a reserve into the context; prompt + response never exceed
+# rollout.max_model_len.
+CONTEXT_MARGIN = 8
+KV_PAGE = 256  # a multiple of every page size of SGLang's attention backends
+
+OURS = frozenset(
+    (
+        *("model_path", "load_format", "dtype", "skip_tokenizer_init", "custom_weight_loader"),
+        *("device", "base_gpu_id", "tp_size", "dp_size", "pp_size", "nnodes", "node_rank"),
+        *("nccl_port", "random_seed", "max_total_tokens", "context_length", "enable_memory_saver"),
+    )
+)
+"""arguments that follow from other keys, so that rollout.engine_kwargs may not have them"""
+
+
+def kv_bytes_per_token(hf_config: Any, *, tp: int, itemsize: int) -> int:
+    """Bytes that one token takes in the KV cache of one rank.
+
+    Keys and values of every layer; a rank holds kv_heads / tp heads, or one that others hold too.
+    """
+    text = hf_config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * -(-heads // tp) * head_dim * itemsize
+
+
+def kv_cache_tokens(
+    *, device_bytes: int, utilization: float, weight_bytes: int, token_bytes: int, context: int
+) -> int:
+    """Tokens that fit into what the engine's share of a device leaves beside its weights.
+
+    Raises ValueError when that is less than one sequence of `context` tokens.
+    """
+    gib = 1024**3
+    tokens = int(utilization * device_bytes - weight_bytes) // token_bytes // KV_PAGE * KV_PAGE
+    if tokens < context:
+        raise ValueError(
+            f"rollout.gpu_memory_utilization={utilization:g}: of {device_bytes / gib:.1f} GiB, "
+            f"beside {weight_bytes / gib:.1f} GiB of weights, {max(tokens, 0)} tokens of KV cache "
+            f"remain, less than one sequence of {context}; raise it, or tensor_model_parallel_size"
+        )
+    return tokens
+
+
+class Memory(NamedTuple):
+    """What the engine takes of each of its devices when it is awake."""
+
+    weight_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+
+
+def plan_memory(
+    rollout: RolloutConfig, hf_config: Any, *, parameters: int, device_bytes: int, on_cpu: bool
+) -> Memory:
+    """Weights and KV cache of one rank of an engine for a model of so many parameters.
+
+    `device_bytes` is a device's whole memory. On a CPU, where it is not the engine's alone, the
+    cache is no larger than rollout.max_num_seqs sequences can fill.
+    Raises ValueError when the cache cannot hold one sequence.
+    """
+    tp, itemsize = rollout.tensor_model_parallel_size, getattr(torch, rollout.dtype).itemsize
+    weight_bytes = parameters * itemsize // tp
+    token_bytes = kv_bytes_per_token(hf_config, tp=tp, itemsize=itemsize)
+    context = rollout.max_model_len + CONTEXT_MARGIN
+    tokens = kv_cache_tokens(
+        device_bytes=device_bytes,
+        utilization=rollout.gpu_memory_utilization,
+        weight_bytes=weight_bytes,
+        token_bytes=token_bytes,
+        context=context,
+    )
+    if on_cpu:
+        tokens = min(tokens, -(-rollout.max_num_seqs * context // KV_PAGE) * KV_PAGE)
+    return Memory(weight_bytes, tokens * token_bytes, tokens)
+
+
+def device_bytes(device: torch.device, ranks_per_node: int) -> int:
+    """All memory of this rank's device; on a CPU, its share of the node's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node
+
+
+def host_settings(
+    config: Config,
+    dims: ParallelDims,
+    *,
+    rank: int,
+    device: torch.device,
+    kv_tokens: int,
+    model_path: str,
+) -> dict[str, Any]:
+    """What a leader tells its host: the engine's arguments, variables, folders to import from.
+
+    Raises ValueError for devices that cannot be seen, and for engine_kwargs that are ours.
+    """
+    cuda, tp = device.type == "cuda", dims.rollout_tp
+    if cuda and torch.cuda.device_count() < tp:
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size={tp}: rank {rank} sees "
+            f"{torch.cuda.device_count()} devices; let every rank of a node see all of them "
+            "(Slurm: --gpus-per-node, not --gpus-per-task)"
+        )
+    arguments = engine_arguments(
+        config,
+        model_path=model_path,
+        device_index=torch.cuda.current_device() if cuda else None,
+        kv_tokens=kv_tokens,
+        seed=config.trainer.seed + 1_000_003 * (rank // tp),
+    )
+    if cuda:
+        variables = environment(cpu_binding=None, tp=tp)
+        return {"engine": arguments, "environment": variables, "first_on_path": []}
+    binding = thread_binding(
+        sorted(os.sched_getaffinity(0)),
+        local_rank=rank % dims.ranks_per_node,
+        tp=tp,
+        ranks_per_node=dims.ranks_per_node,
+    )
+    return {
+        "engine": arguments,
+        "environment": environment(cpu_binding=binding, tp=tp),
+        "first_on_path": [str(CPU_ENGINE)],
+    }
+
+
+def thread_binding(cores: list[int], *, local_rank: int, tp: int, ranks_per_node: int) -> str:
+    """SGLANG_CPU_OMP_THREADS_BIND for the engine of a leader: one entry of cores per TP rank."""
+    each = max(1, len(cores) // ranks_per_node)
+    entries = []
+    for rank in range(local_rank, local_rank + tp):
+        taken = {cores[(rank * each + i) % len(cores)] for i in range(each)}
+        entries.append(",".join(str(core) for core in sorted(taken)))
+    return "|".join(entries)
+
+
+def environment(*, cpu_binding: str | None, tp: int) -> dict[str, str]:
+    """Variables of the host process and its children; `cpu_binding` set means the CPU engine."""
+    variables = {
+        # Trainers on other devices of the node hold different amounts of memory.
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+        # CONTEXT_MARGIN may exceed the model's own limit; positions never do.
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }
+    if tp > 1:
+        variables["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # ranks sample each for itself otherwise
+    if cpu_binding is not None:
+        variables |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_NCCL_SO_PATH": "/nonexistent",
+            "SGLANG_CPU_OMP_THREADS_BIND": cpu_binding,
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCH_COMPILE_DISABLE": "1",  # compiling small functions takes longer than tests
+        }
+    return variables
+
+
+def engine_arguments(
+    config: Config, *, model_path: str, device_index: int | None, kv_tokens: int, seed: int
+) -> dict[str, Any]:
+    """Arguments of `sglang.Engine`, `rollout.engine_kwargs` included.
+
+    `device_index` None is the CPU. Raises ValueError for engine_kwargs that follow from other keys.
+    """
+    rollout, model = config.rollout, config.model
+    if refused := sorted(OURS & rollout.engine_kwargs.keys()):
+        raise ValueError(f"rollout.engine_kwargs: {', '.join(refused)} is set by the trainer")
+    arguments: dict[str, Any] = {
+        "model_path": model_path,
+        "tokenizer_path": None if model.tokenizer_path == model.path else model.tokenizer_path,
+        "trust_remote_code": model.trust_remote_code,
+        # Texts that end a response are found in text: only then does the engine detokenize.
+        "skip_tokenizer_init": not rollout.stop,
+        "load_format": "dummy",
+        "custom_weight_loader": [LOADER],
+        "dtype": rollout.dtype,
+        "tp_size": rollout.tensor_model_parallel_size,
+        "context_length": rollout.max_model_len + CONTEXT_MARGIN,
+        "max_running_requests": rollout.max_num_seqs,
+        "chunked_prefill_size": rollout.max_num_batched_tokens,
+        "max_total_tokens": kv_tokens,
+        "random_seed": seed,
+        "sleep_on_idle": True,
+        "watchdog_timeout": rollout.timeout_s,
+        "log_level": "info",
+    }
+    if model.override_config:
+        arguments["json_model_override_args"] = json.dumps(model.override_config)
+    if device_index is None:
+        arguments |= _cpu_arguments()
+    else:
+        arguments |= _cuda_arguments(config, device_index)
+    return arguments | rollout.engine_kwargs
+
+
+def _cpu_arguments() -> dict[str, Any]:
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "disable_cuda_graph": True,
+        "mem_fraction_static": 0.8,
+    }
+
+
+def _cuda_arguments(config: Config, index: int) -> dict[str, Any]:
+    return {
+        "device": "cuda",
+        "base_gpu_id": index,
+        "enable_memory_saver": config.rollout.free_cache_engine,
+        "disable_cuda_graph": config.rollout.enforce_eager,
+        # Graphs of whole prefills would keep their activations on the device while training.
+        "cuda_graph_backend_prefill": "disabled",
+        # A share of what is free at the start, not of the card: max_total_tokens decides instead.
+        "mem_fraction_static": 0.97,
+        # Per-sample seeds, which rollout.py gives, have no effect without it.
+        "enable_deterministic_inference": config.trainer.deterministic,
+    }

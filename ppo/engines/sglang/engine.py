@@ -1,0 +1,292 @@
+"""SGLang behind rollout.py: start, sync, generate, release and resume in the only legal orders.
+
+Owns one engine per rollout group, in a host process of its leader (ppo/engines/sglang/host.py).
+Must not know prompts, rewards or the trainer's steps.
+
+Communication: `wake` and `release` are collective over all ranks, which agree at each step over the
+host group, so that an engine that fails fails on every rank with the same error; they never give
+control back in between. `start` and `generate` wait on the leader only and are made to be driven.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ppo.config import Config
+from ppo.engines.contract import Completion, Request, SamplingParams, check_requests
+from ppo.engines.sglang import args as sglang_args
+from ppo.engines.sglang.process import EngineError, HostProcess
+from ppo.engines.sglang.sync import WeightSync
+from sharding.mesh import Mesh
+from sharding.reshard.shards import named_shards
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+GIB = 1024**3
+START_TIMEOUT_S = 900.0  # imports, graph capture: nothing reports progress meanwhile
+_END = object()
+
+
+class EngineState(Enum):
+    """What the engine's memory holds."""
+
+    STARTING = "starting"
+    RELEASED = "released"
+    STALE = "stale"  # mapped, but the weights are garbage or those of an earlier sync
+    AWAKE = "awake"
+    CLOSED = "closed"
+
+
+class SGLangEngine:
+    """The engine of one rollout group, as each of its ranks sees it.
+
+    `completions` and rollout/* in `stats` are filled on the leader (`is_leader`) alone.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        module: nn.Module,
+        *,
+        model_path: str,
+        log_dir: Path,
+    ) -> None:
+        """Start the engine's processes without waiting for them. Collective over all ranks.
+
+        ``module`` is the FSDP2-sharded actor; ``model_path`` a Hugging Face folder with its config.
+        Raises ValueError when the KV cache cannot hold one sequence or the engine cannot see its
+        devices.
+        """
+        self.config, self.mesh, self.rollout = config, mesh, config.rollout
+        self.is_leader = mesh.rollout_tp_rank == 0
+        self.completions: list[Completion] = []
+        self.stats: dict[str, float] = {}
+        self._module, self._syncs = module, 0
+        self._state, self._host = EngineState.STARTING, None
+        self._memory = sglang_args.plan_memory(
+            self.rollout,
+            module.config,
+            parameters=sum(parameter.numel() for _, parameter in named_shards(module)),
+            device_bytes=sglang_args.device_bytes(mesh.device, mesh.dims.ranks_per_node),
+            on_cpu=mesh.device.type == "cpu",
+        )
+        settings = sglang_args.host_settings(
+            config,
+            mesh.dims,
+            rank=mesh.rank,
+            device=mesh.device,
+            kv_tokens=self._memory.kv_tokens,
+            model_path=model_path,
+        )
+        self._sync = WeightSync(
+            module,
+            mesh,
+            dtype=getattr(torch, self.rollout.dtype),
+            bucket_mib=self.rollout.reshard_bucket_mib,
+        )
+        if mesh.device.type == "cpu":
+            logger.info("SGLang on a CPU: functional, not fast (launch/cpu_engine/README.md)")
+        if self.is_leader:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            log = log_dir / f"engine_{mesh.rank:04d}.log"
+            self._host = HostProcess(settings, rank=mesh.rank, log=log)
+
+    def start(self) -> Iterator[None]:
+        """Wait on the leaders until the engine is up; check its KV cache, release its memory."""
+        if self._state is not EngineState.STARTING:
+            return
+        if self._host is not None:
+            timeout_s = max(self.rollout.timeout_s, START_TIMEOUT_S)
+            info = yield from self._host.collect(0, "start", timeout_s=timeout_s)
+            if info["kv_tokens"] < self._memory.kv_tokens:
+                raise EngineError(
+                    f"rank {self.mesh.rank}: rollout.gpu_memory_utilization="
+                    f"{self.rollout.gpu_memory_utilization:g} asks for a KV cache of "
+                    f"{self._memory.kv_tokens} tokens, SGLang found room for {info['kv_tokens']}: "
+                    "lower it, or offload the trainer's parameters and optimizer"
+                )
+            logger.info("SGLang %s: KV cache of %d tokens", info["version"], info["kv_tokens"])
+            if self.rollout.free_cache_engine:
+                self._ask("release", {"tags": [KV_CACHE, WEIGHTS]})
+        self._state = EngineState.RELEASED if self.rollout.free_cache_engine else EngineState.STALE
+
+    def wake(self, module: nn.Module, loaded: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Map the weights, load and verify them, map the KV cache.
+
+        ``module`` is the one that the engine was built for. Every rank yields at the same times.
+        """
+        assert module is self._module, "the plan of the reshard is another module's"
+        starting = self.start()
+        while not all(self._agree(lambda: next(starting, _END) is _END)):
+            yield
+        assert self._state in (EngineState.RELEASED, EngineState.STALE), (
+            f"wake in state {self._state}"
+        )
+        self._resume(WEIGHTS, self._memory.weight_bytes)
+        self._load()
+        loaded()
+        if not self.rollout.free_cache_engine:  # release has emptied the prefix cache otherwise
+            self._agree(lambda: self._ask_leader("flush", {}))
+        self._resume(KV_CACHE, self._memory.kv_bytes)
+        self._state = EngineState.AWAKE
+        yield
+
+    def _load(self) -> None:
+        """One sync; checksums and, where they differ, a second pass that names both values."""
+        ask = self._ask if self.is_leader else None
+        due = self._verify_due()
+        self._gather(None, self._sync.run(ask, action="load", checked=due))
+        self.stats = self._sync.stats()
+        self._syncs += 1
+        if due and (self._sync.whole or any(self._agree(lambda: self._sync.differing))):
+            self._gather(None, self._sync.run(ask, action="verify"))
+            self._gather(None, [f"checksums differ: {name}" for name in self._sync.differing])
+        if due:
+            logger.info("the weights of SGLang and of the trainer are equal")
+
+    def _verify_due(self) -> bool:
+        every = self.rollout.verify_weights
+        if isinstance(every, int):
+            return self._syncs % every == 0
+        return every == "first" and self._syncs == 0
+
+    def _resume(self, tag: str, num_bytes: int) -> None:
+        """Map released memory again, when every rank of the group has emptied its own cache."""
+        if self._state is not EngineState.RELEASED:
+            return
+        self._agree(lambda: self._make_room(tag, num_bytes))
+        self._agree(lambda: self._ask_leader("resume", {"tags": [tag]}))
+
+    def _make_room(self, tag: str, num_bytes: int) -> None:
+        """Give cached memory back; an engine that runs out of memory dies without a word."""
+        if self.mesh.device.type != "cuda":
+            return
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        if free < num_bytes:
+            raise EngineError(
+                f"the engine's {tag} need {num_bytes / GIB:.1f} GiB, {free / GIB:.1f} GiB are free "
+                f"(the trainer holds {torch.cuda.memory_allocated() / GIB:.1f} GiB): lower "
+                "rollout.gpu_memory_utilization, or offload parameters and optimizer"
+            )
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[None]:
+        """Fill `completions` on the leader; the other ranks have nothing to wait for."""
+        assert self._state is EngineState.AWAKE, f"generate in state {self._state}"
+        check_requests(requests, max_model_len=self.rollout.max_model_len)
+        if params.stop and not self.rollout.stop:
+            raise ValueError("texts that end a response have to be in rollout.stop from the start")
+        self.completions = []
+        if self._host is None or not requests:
+            return
+        started = time.monotonic()
+        call = self._host.submit(
+            "generate",
+            input_ids=[list(request.prompt_ids) for request in requests],
+            sampling_params=[self._sampling(request, params) for request in requests],
+        )
+        try:
+            timeout_s = self.rollout.timeout_s
+            reply = yield from self._host.collect(call, "generate", timeout_s=timeout_s)
+        except GeneratorExit:
+            self._host.abort()
+            raise
+        self.completions = [Completion(*output) for output in reply["outputs"]]
+        self.stats |= self._generation_stats(reply, time.monotonic() - started)
+
+    def _sampling(self, request: Request, params: SamplingParams) -> dict[str, Any]:
+        room = self.rollout.max_model_len - len(request.prompt_ids)
+        sampling = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "max_new_tokens": min(params.max_new_tokens, room),
+            "stop": list(params.stop) or None,
+            "stop_token_ids": list(params.stop_token_ids) or None,
+            "ignore_eos": params.ignore_eos,
+            "skip_special_tokens": False,
+        }
+        if self.config.trainer.deterministic and self.mesh.device.type == "cuda":
+            key = hash((params.seed, params.step, request.uid))  # of integers: no random salt
+            sampling["sampling_seed"] = key & 0x7FFFFFFF
+        return sampling
+
+    def _generation_stats(self, reply: dict[str, Any], seconds: float) -> dict[str, float]:
+        lengths = [len(completion.response_ids) for completion in self.completions]
+        # Too short to be sampled: all requests ran at once.
+        running = min(len(lengths), self.rollout.max_num_seqs)
+        tokens = reply["prompt_tokens"] + sum(lengths)
+        loads = reply["loads"] or [(running, min(1.0, tokens / self._memory.kv_tokens))]
+        return {
+            "rollout/tokens_per_s": sum(lengths) / seconds,
+            "rollout/kv_tokens": float(self._memory.kv_tokens),
+            "rollout/kv_util": max(used for _, used in loads),
+            "rollout/num_running_mean": sum(running for running, _ in loads) / len(loads),
+            "rollout/cache_hit": reply["cached_tokens"] / reply["prompt_tokens"],
+        }
+
+    def release(self) -> None:
+        """Give the memory back when the engine is idle. Collective.
+
+        Does nothing after a failed wake, and nothing to an engine that has died in a generation.
+        """
+        if self._state is not EngineState.AWAKE:
+            return
+        self._state = EngineState.STALE
+        if self.rollout.free_cache_engine:
+            died = self._host is not None and self._host.ended
+            tags = {"tags": [KV_CACHE, WEIGHTS]}
+            self._agree(lambda: None if died else self._ask_leader("release", tags))
+            self._state = EngineState.RELEASED
+
+    def close(self) -> None:
+        """End the engine's processes. Not collective."""
+        self._state = EngineState.CLOSED
+        if self._host is not None:
+            self._host.close()
+
+    def _ask_leader(self, verb: str, arguments: dict[str, Any]) -> None:
+        if self.is_leader:
+            self._ask(verb, arguments)
+
+    def _ask(self, verb: str, arguments: dict[str, Any]) -> Any:
+        assert self._host is not None
+        # Short of the other ranks' patience, which wait in a collective meanwhile.
+        timeout_s = min(self.rollout.timeout_s, self.config.trainer.comm_timeout_s / 2)
+        return self._host.ask(verb, timeout_s=timeout_s, **arguments)
+
+    def _agree(self, step: Callable[[], Any]) -> list[Any]:
+        """What a step returns on every rank; an error on one is raised on all. Collective."""
+        result, problems = None, []
+        try:
+            result = step()
+        except RuntimeError as error:
+            problems.append(str(error))
+        return self._gather(result, problems)
+
+    def _gather(self, result: Any, problems: list[str]) -> list[Any]:
+        gathered: list[Any] = [None] * self.mesh.dims.world_size
+        dist.all_gather_object(gathered, (result, problems), group=self.mesh.host_group)
+        lines = [
+            text if text.startswith("rank ") else f"rank {rank}: {text}"
+            for rank, (_, texts) in enumerate(gathered)
+            for text in texts
+        ]
+        if lines:
+            raise EngineError("\n".join(lines))
+        return [result for result, _ in gathered]

@@ -1,0 +1,251 @@
+"""Actor, ref, critic and reward model from HF checkpoints: built on meta, then sharded.
+
+Owns what a model's forward is here: hidden states by transformers' backbone, then log-probs of
+given labels (causal LM) or values (critic, reward model), so that FSDP sees one module call per
+micro-batch and full logits never exist. Must not know losses, batches or the training loop.
+
+Letters: N packed tokens of this rank, b x S padded tokens, D documents, K scored tokens, H hidden.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ppo.config.sections.model import FsdpConfig, ModelConfig
+from ppo.errors import InputError
+from ppo.models.forward import (
+    install_input_hook,
+    is_packable,
+    label_logprobs,
+    plan_forward,
+    replace_forward,
+    values,
+)
+from ppo.models.weights import HostCopy, WeightsError, load_weights, materialize, raise_problems
+from sharding.fsdp import checkpoint_activations, offload_activations, shard_model
+from sharding.mesh import Mesh
+
+__all__ = ["build_causal_lm", "build_value_model", "is_packable", "load_hf_config"]
+
+logger = logging.getLogger(__name__)
+
+
+def load_hf_config(path: str | Path, model_config: ModelConfig) -> Any:
+    """transformers' configuration of a folder or hub name, with model.override_config applied.
+
+    Dropout is set to 0: the ratio of the first mini-batch has to be exactly 1.
+    Raises InputError when there is no such model or a key to override does not exist.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=model_config.trust_remote_code)
+    except (OSError, ValueError) as error:  # no file, no JSON, an unknown type, code of its own
+        hint = "set model.trust_remote_code: " if "trust_remote_code" in str(error) else ""
+        raise InputError(f"{path}: no configuration that loads: {hint}{error}") from error
+    for key, value in model_config.override_config.items():
+        if not hasattr(config, key):
+            raise InputError(f"model.override_config.{key}: {path} has no such key")
+        setattr(config, key, value)
+    for key, value in config.to_dict().items():
+        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float) and value > 0:
+            logger.info("%s: %s=%s is set to 0", path, key, value)
+            setattr(config, key, 0.0)
+    return config
+
+
+def build_causal_lm(
+    path: str | Path,
+    mesh: Mesh,
+    *,
+    model_config: ModelConfig,
+    fsdp_config: FsdpConfig,
+    checkpointing: bool,
+    forward_only: bool,
+    dtype: torch.dtype,
+    shard_dim1: Callable[[str, nn.Parameter], bool] | None = None,
+) -> nn.Module:
+    """Actor or reference: a sharded causal LM whose call returns LabelLogprobs.
+
+    module(input_ids=[1, N] or [b, S], position_ids=same, positions=[K], labels=[K],
+           temperature=1.0, with_entropy=False, cu_seqlens=[D + 1] on the host or None,
+           attention_mask=[b, S] or None) -> LabelLogprobs
+    positions index the flattened local input_ids whose hidden states score `labels`; K may be 0.
+    With cu_seqlens the row holds packed documents (under sp > 1: this rank's slice of the row that
+    cu_seqlens describes); without, rows are right-padded.
+
+    dtype: of the stored parameters (float32 masters for training).
+    Raises InputError for a model that does not fit the mesh or weights that do not fit the model.
+    Collective over all ranks.
+    """
+    module = _on_meta(path, model_config, dtype)
+    head = module.get_output_embeddings()
+    if head is None or getattr(head, "bias", None) is not None:
+        raise InputError(f"{type(module).__name__}: needs an output head without bias")
+    _replace(module, mesh, model_config, label_logprobs)
+    _shard(module, mesh, model_config, fsdp_config, checkpointing, forward_only, shard_dim1)
+    _fill(module, path, mesh, fsdp_config, source=(model_config, dtype, False))
+    return module
+
+
+def build_value_model(
+    path: str | Path,
+    mesh: Mesh,
+    *,
+    model_config: ModelConfig,
+    fsdp_config: FsdpConfig,
+    checkpointing: bool,
+    forward_only: bool,
+    dtype: torch.dtype,
+    needs_head: bool = False,
+) -> nn.Module:
+    """Critic or reward model: the backbone with a bias-free linear head `score`.
+
+    The head is zero unless `path` holds one, which a reward model needs (`needs_head`).
+
+    module(input_ids, position_ids, positions, cu_seqlens=None, attention_mask=None) -> [K] float32
+    Arguments and errors as build_causal_lm's.
+    """
+    module = _on_meta(path, model_config, dtype, tied=False)
+    head = module.get_output_embeddings()
+    name = next(name for name, child in module.named_children() if child is head)
+    delattr(module, name)
+    module.score = nn.Linear(head.in_features, 1, bias=False, device="meta", dtype=dtype)
+    module.config.num_labels = 1  # so that an export loads as a sequence classifier
+    _replace(module, mesh, model_config, values)
+    _shard(module, mesh, model_config, fsdp_config, checkpointing, forward_only, None)
+    _fill(
+        module,
+        path,
+        mesh,
+        fsdp_config,
+        source=(model_config, dtype, needs_head),
+        optional=() if needs_head else ("score.weight",),
+        ignored=(rf"^{name}\.",),
+    )
+    return module
+
+
+def _on_meta(
+    path: str | Path, model_config: ModelConfig, dtype: torch.dtype, *, tied: bool | None = None
+) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config = load_hf_config(path, model_config)
+    if tied is not None:
+        config.tie_word_embeddings = tied
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=model_config.trust_remote_code
+            )
+    except ValueError as error:  # an encoder, or an architecture that has code of its own
+        reason = str(error).partition("\n")[0]  # what follows lists everything that it knows
+        raise InputError(f"{path}: is no decoder that transformers knows: {reason}") from error
+
+
+def _replace(
+    module: nn.Module, mesh: Mesh, model_config: ModelConfig, forward: Callable[..., Any]
+) -> None:
+    plan = plan_forward(
+        module,
+        mesh,
+        attn_implementation=model_config.attn_implementation,
+        use_remove_padding=model_config.use_remove_padding,
+    )
+    replace_forward(module, plan, forward)
+
+
+def _shard(
+    module: nn.Module,
+    mesh: Mesh,
+    model_config: ModelConfig,
+    fsdp_config: FsdpConfig,
+    checkpointing: bool,
+    forward_only: bool,
+    shard_dim1: Callable[[str, nn.Parameter], bool] | None,
+) -> None:
+    module.train(not forward_only)
+    module.requires_grad_(not forward_only)
+    if checkpointing:
+        checkpoint_activations(module)
+        if model_config.enable_activation_offload:
+            offload_activations(module)
+    shard_model(
+        module,
+        mesh,
+        param_dtype=getattr(torch, fsdp_config.mixed_precision.param_dtype),
+        reduce_dtype=getattr(torch, fsdp_config.mixed_precision.reduce_dtype),
+        reshard_after_forward=fsdp_config.reshard_after_forward,
+        forward_prefetch=fsdp_config.forward_prefetch,
+        backward_prefetch=fsdp_config.backward_prefetch,
+        offload_policy=fsdp_config.offload_policy,
+        min_num_params=fsdp_config.wrap_policy.min_num_params,
+        forward_only=forward_only,
+        shard_dim1=shard_dim1,
+    )
+
+
+def _fill(
+    module: nn.Module,
+    path: str | Path,
+    mesh: Mesh,
+    fsdp_config: FsdpConfig,
+    *,
+    source: tuple[ModelConfig, torch.dtype, bool],
+    optional: tuple[str, ...] = (),
+    ignored: tuple[str, ...] = (),
+) -> None:
+    """Memory and weights for a sharded model, and the hook that runs before FSDP's."""
+    host = torch.device("cpu")
+    materialize(
+        module, param_device=host if fsdp_config.offload_policy else mesh.device, device=mesh.device
+    )
+    load_weights(
+        module,
+        _folder(path),
+        source=HostCopy(partial(_whole_on_host, path, *source), mesh.host_group),
+        optional=optional,
+        ignored=ignored,
+    )
+    install_input_hook(module)
+
+
+def _folder(path: str | Path) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.py"]))
+
+
+def _whole_on_host(
+    path: str | Path, model_config: ModelConfig, dtype: torch.dtype, classifier: bool
+) -> nn.Module:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+    try:
+        loaded: Any = kind.from_pretrained(
+            path,
+            config=load_hf_config(path, model_config),
+            dtype=dtype,
+            trust_remote_code=model_config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path}: no weights that load: {error}") from error
+    module, info = loaded
+    raise_problems(
+        [
+            f"{path}: {name}: {kind.removesuffix('_keys')}"
+            for kind in ("missing_keys", "mismatched_keys")
+            for name in info[kind]
+        ]
+    )
+    return module

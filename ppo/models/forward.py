@@ -1,0 +1,221 @@
+"""What a model's forward is here: log-probs of labels, or values, from one call of the module.
+
+Owns the replaced forward, the choice of attention and what packing asks of an architecture. Must
+not know how models are built, sharded or loaded.
+
+Letters: N packed tokens of this rank, b x S padded tokens, D documents, K scored tokens, H hidden.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ppo.errors import InputError
+from ppo.logprobs import LabelLogprobs, LogitTransform, token_logprobs
+from ppo.models.attention import (
+    ATTENTION_NAME,
+    Kernel,
+    choose_kernel,
+    make_documents,
+    register,
+    varlen_kernel,
+)
+from sharding.mesh import Mesh
+from sharding.ulysses import ulysses_problems
+
+logger = logging.getLogger(__name__)
+
+PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """How one model's forward runs; held by the model, so that nothing is global."""
+
+    transform: LogitTransform
+    kernel: Kernel | None
+    """None: transformers' own attention, with padded rows and a mask"""
+    sp_group: dist.ProcessGroup | None
+    """ranks that hold one slice of the row each; None at sp = 1"""
+    device: torch.device
+
+
+def plan_forward(
+    module: Any, mesh: Mesh, *, attn_implementation: str, use_remove_padding: bool
+) -> ForwardPlan:
+    """Choose attention for a transformers model on meta, and set it on the model.
+
+    Warns when documents are to be packed and the model cannot take them.
+    Raises ValueError when sp > 1 and heads do not divide, or the model cannot be packed.
+    """
+    config, sp = module.config.get_text_config(), mesh.dims.sp
+    kernel = choose_kernel(attn_implementation, mesh.device)
+    if kernel is None:
+        obstacle = f"model.attn_implementation={attn_implementation} cannot pack"
+    else:
+        obstacle = packing_obstacle(module)
+    problems = ulysses_problems(num_heads=config.num_attention_heads, sp=sp)
+    if problems or (obstacle and sp > 1):
+        raise InputError(
+            f"actor.ulysses_sequence_parallel_size={sp}: {(problems or [obstacle])[0]}"
+        )
+    if obstacle is None:
+        if kernel is varlen_kernel and getattr(config, "attn_logit_softcapping", None):
+            logger.warning(
+                "%s: its attention limits the scores, for which torch has no kernel: it is slow; "
+                "model.attn_implementation=flash_attention_2 has one",
+                type(module).__name__,
+                extra={"every_rank": True},
+            )
+        register()
+        module.set_attn_implementation(ATTENTION_NAME)
+    else:
+        if kernel is None:
+            _set_attention(module, attn_implementation)
+        if use_remove_padding:
+            logger.warning(
+                "%s: sequences are padded, not packed: %s",
+                type(module).__name__,
+                obstacle,
+                extra={"every_rank": True},
+            )
+    transform = LogitTransform(
+        scale=getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0),
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+    return ForwardPlan(
+        transform,
+        kernel if obstacle is None else None,
+        mesh.sp_group if sp > 1 else None,
+        mesh.device,
+    )
+
+
+def _set_attention(module: Any, name: str) -> None:
+    try:
+        module.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:  # no such name; a package that is not installed
+        raise InputError(f"model.attn_implementation = {name!r}: {error}") from error
+
+
+def replace_forward(module: nn.Module, plan: ForwardPlan, forward: Callable[..., Any]) -> None:
+    """Make `forward` (label_logprobs or values) the module's own; call it before sharding."""
+    module.forward = partial(forward, module, plan)
+    module.forward_plan = plan  # pyright: ignore
+
+
+def install_input_hook(module: nn.Module) -> None:
+    """Accept cu_seqlens or attention_mask; call it after sharding.
+
+    The hook has to run before FSDP's own, which would copy cu_seqlens to the device and so make
+    the host wait for the device to read it back.
+    """
+    plan: ForwardPlan = module.forward_plan  # pyright: ignore
+    module.register_forward_pre_hook(partial(_prepare, plan), prepend=True, with_kwargs=True)
+
+
+def is_packable(module: nn.Module) -> bool:
+    """Whether a built model takes packed documents (cu_seqlens); otherwise padded rows only."""
+    return module.forward_plan.kernel is not None  # pyright: ignore
+
+
+def packing_obstacle(module: nn.Module) -> str | None:
+    """Why documents cannot share a row in this model, or None when they can."""
+    config = module.config.get_text_config()  # pyright: ignore
+    other = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
+    if other:
+        return f"it has layers of type {', '.join(sorted(other))}"
+    if getattr(module, "_is_stateful", False) or any(
+        isinstance(m, nn.Conv1d) for m in module.modules()
+    ):
+        return "its layers carry a state from token to token"
+    if not getattr(module, "_supports_attention_backend", False):
+        return "its attention does not go through transformers' AttentionInterface"
+    if not getattr(config, "is_causal", True) or getattr(
+        config, "use_bidirectional_attention", False
+    ):
+        return "its attention is not causal"
+    if any(name.endswith("sinks") for name, _ in module.named_parameters()):
+        return "its attention has sinks"
+    if "position_ids" not in inspect.signature(module.base_model.forward).parameters:  # pyright: ignore
+        return "its positions cannot be given"
+    return None
+
+
+def _prepare(
+    plan: ForwardPlan, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Turn cu_seqlens or attention_mask into what the attention layers take."""
+    cu_seqlens, mask = kwargs.pop("cu_seqlens", None), kwargs.pop("attention_mask", None)
+    if plan.kernel is None:
+        if cu_seqlens is not None:
+            raise ValueError(f"{type(module).__name__} takes padded rows only")
+        return args, kwargs | {"attention": {"attention_mask": mask}}
+    if cu_seqlens is None:
+        if plan.sp_group is not None:
+            raise ValueError(
+                "padded rows cannot be cut over sp ranks: set model.use_remove_padding"
+            )
+        rows, width = kwargs["input_ids"].shape
+        cu_seqlens = torch.arange(rows + 1) * width
+    documents = make_documents(cu_seqlens, plan.device, plan.kernel, plan.sp_group)
+    return args, kwargs | {"attention": {"documents": documents}}
+
+
+def _hidden_states(
+    module: Any,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    positions: Tensor,
+    attention: dict[str, Any],
+) -> Tensor:
+    """Last hidden states at the flat `positions`, [K, H]."""
+    output = module.base_model(
+        input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention
+    )
+    return output.last_hidden_state.flatten(0, 1).index_select(0, positions)
+
+
+def label_logprobs(
+    module: Any,
+    plan: ForwardPlan,
+    *,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    positions: Tensor,
+    labels: Tensor,
+    attention: dict[str, Any],
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> LabelLogprobs:
+    """A causal LM's forward; ppo.models.build_causal_lm documents the call."""
+    hidden = _hidden_states(module, input_ids, position_ids, positions, attention)
+    return token_logprobs(
+        hidden,
+        module.get_output_embeddings().weight,
+        labels,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        transform=plan.transform,
+    )
+
+
+def values(
+    module: Any,
+    plan: ForwardPlan,
+    *,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    positions: Tensor,
+    attention: dict[str, Any],
+) -> Tensor:
+    """A critic's forward; ppo.models.build_value_model documents the call."""
+    hidden = _hidden_states(module, input_ids, position_ids, positions, attention)
+    return torch.mv(hidden.float(), module.score.weight[0].float())  # [K]

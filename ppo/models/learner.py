@@ -1,0 +1,131 @@
+"""Models between uses, and a model that learns: optimizer, learning rate, one optimizer step.
+
+Knows neither losses nor batches. Gradients come from whoever ran backward.
+"""
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ppo.config import OptimConfig
+from ppo.models.schedule import lr_factor
+from sharding.offload import offload_module, offload_optimizer, reload_module, reload_optimizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Model:
+    """An FSDP2 module that only runs forward; it may rest on the host between uses."""
+
+    module: nn.Module
+    device: torch.device
+    param_offload: bool = False
+
+    @property
+    def hf_config(self) -> Any:
+        """transformers' configuration of the text model."""
+        config: Any = self.module.config
+        return config.get_text_config()
+
+    @contextmanager
+    def on_device(self) -> Iterator[nn.Module]:
+        """Bring parameters that rest on the host to the device, and send them back afterwards."""
+        if self.param_offload:
+            reload_module(self.module, self.device)
+        try:
+            yield self.module
+        finally:
+            self.rest()
+
+    def rest(self) -> None:
+        """Send to the host what rests there between uses."""
+        if self.param_offload:
+            offload_module(self.module)
+
+
+@dataclass(kw_only=True)
+class Learner(Model):
+    """An FSDP2 module with its AdamW, whose state may rest on the host between updates."""
+
+    name: str
+    optimizer: torch.optim.AdamW
+    optim: OptimConfig
+    grad_clip: float
+    total_steps: int
+    """iterations of the run, for the schedule"""
+    optimizer_offload: bool = False
+
+    @contextmanager
+    def updating(self) -> Iterator[nn.Module]:
+        """As `on_device`, with the optimizer state, in training mode."""
+        with self.on_device() as module:
+            if self.optimizer_offload:
+                reload_optimizer(self.optimizer, self.device)
+            module.train()
+            try:
+                yield module
+            finally:
+                module.eval()
+
+    def rest(self) -> None:
+        """Send to the host what rests there between uses."""
+        if self.optimizer_offload:
+            offload_optimizer(self.optimizer)
+        super().rest()
+
+    def set_lr(self, step: int) -> float:
+        """Set and return the learning rate of PPO iteration `step` (1-based)."""
+        warmup = self.optim.lr_warmup_steps or int(
+            self.optim.lr_warmup_steps_ratio * self.total_steps
+        )
+        lr = self.optim.lr * lr_factor(
+            step - 1,
+            warmup_steps=warmup,
+            total_steps=self.total_steps,
+            kind=self.optim.lr_scheduler_type,
+            min_lr_ratio=self.optim.min_lr_ratio,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def step(self) -> float:
+        """Clip gradients to `grad_clip` (global 2-norm), update, and return the norm before.
+
+        A norm that is not finite, the same on every rank, skips the update.
+        """
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.grad_clip)
+        norm = norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+        if math.isfinite(norm):
+            self.optimizer.step()
+        else:
+            logger.warning(
+                "%s: gradient norm %s, update skipped",
+                self.name,
+                norm,
+                extra={"every_rank": True},
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+
+def make_optimizer(
+    module: nn.Module, optim: OptimConfig, device: torch.device
+) -> torch.optim.AdamW:
+    """AdamW over the sharded parameters: one fused kernel on CUDA."""
+    return torch.optim.AdamW(
+        module.parameters(),
+        lr=optim.lr,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        fused=device.type == "cuda",
+    )

@@ -1,0 +1,112 @@
+"""Actor, critic and reference of a run, from its configuration."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ppo.config import Config, FsdpConfig
+from ppo.errors import InputError
+from ppo.models.build import build_causal_lm, build_value_model, load_hf_config
+from ppo.models.folder import model_folder
+from ppo.models.learner import Learner, Model, make_optimizer
+from ppo.run.run import Run
+from sharding.layout import row_parallel_weight
+
+
+class Models(NamedTuple):
+    """What is trained, and what it is compared with; None where the algorithm has no use for it."""
+
+    actor: Learner
+    critic: Learner | None
+    ref: Model | None
+
+    def trained(self) -> dict[str, Learner]:
+        """The models of a checkpoint."""
+        return {m.name: m for m in (self.actor, self.critic) if m is not None}
+
+    def rest(self) -> None:
+        """Send to the host what rests there until it is used."""
+        for model in self:
+            if model is not None:
+                model.rest()
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Modules of a checkpoint, by name."""
+        return {name: learner.module for name, learner in self.trained().items()}
+
+    def optimizers(self, save_contents: Sequence[str]) -> dict[str, torch.optim.Optimizer]:
+        """Optimizers of a checkpoint, by the name of their model; none where not asked for."""
+        learners = self.trained() if "optimizer" in save_contents else {}
+        return {name: learner.optimizer for name, learner in learners.items()}
+
+
+def build_models(config: Config, run: Run, total_steps: int) -> Models:
+    """Actor, critic and reference, each rank loading its own shards."""
+    folder = model_folder(config.model.path, run)
+    master = getattr(torch, config.model.dtype)
+    trained = {
+        "model_config": config.model,
+        "checkpointing": config.model.enable_gradient_checkpointing,
+        "forward_only": False,
+        "dtype": master,
+    }
+    hf_config = load_hf_config(folder, config.model)
+    _check_positions(config, hf_config)
+    aligned = None
+    if config.parallel.align_to_rollout:
+        aligned = row_parallel_weight(hf_config.model_type)
+    actor = build_causal_lm(
+        folder, run.mesh, fsdp_config=config.actor.fsdp, shard_dim1=aligned, **trained
+    )
+    critic = ref = None
+    if config.critic_enabled:
+        critic_folder = model_folder(config.critic.model.path, run)
+        module = build_value_model(
+            critic_folder, run.mesh, fsdp_config=config.critic.fsdp, **trained
+        )
+        critic = _learner("critic", module, config, run, total_steps)
+    if config.ref_enabled:
+        module = build_causal_lm(
+            folder, run.mesh, model_config=config.model, **frozen_options(config.ref.fsdp)
+        )
+        ref = Model(module=module, device=run.mesh.device, param_offload=True)
+    return Models(_learner("actor", actor, config, run, total_steps), critic, ref)
+
+
+def _check_positions(config: Config, hf_config: Any) -> None:
+    """Raise InputError when the longest sequence has more tokens than the policy has positions."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise InputError(
+            f"data.max_prompt_length + data.max_response_length = {longest} tokens: "
+            f"{config.model.path} has max_position_embeddings = {limit}; lower them, or set "
+            "model.override_config.max_position_embeddings"
+        )
+
+
+def frozen_options(fsdp: FsdpConfig) -> dict[str, Any]:
+    """How a model is built that only runs forward."""
+    return {
+        "fsdp_config": fsdp,
+        "checkpointing": False,
+        "forward_only": True,
+        "dtype": getattr(torch, fsdp.mixed_precision.param_dtype),
+    }
+
+
+def _learner(name: str, module: nn.Module, config: Config, run: Run, total_steps: int) -> Learner:
+    section = config.actor if name == "actor" else config.critic
+    return Learner(
+        name=name,
+        module=module,
+        optimizer=make_optimizer(module, section.optim, run.mesh.device),
+        optim=section.optim,
+        grad_clip=section.grad_clip,
+        total_steps=total_steps,
+        device=run.mesh.device,
+        param_offload=section.fsdp.param_offload,
+        optimizer_offload=section.fsdp.optimizer_offload,
+    )

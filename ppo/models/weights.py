@@ -1,0 +1,286 @@
+"""Weights of a sharded model from a HF folder: each rank reads its own slices.
+
+Owns reading safetensors, the match of names and shapes, and the buffers that no checkpoint holds.
+Must not know what the model is used for. Parameters keep transformers' names.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ppo.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+MAX_PROBLEMS = 12
+"""problems that one error message lists"""
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class WeightsError(InputError):
+    """A folder whose weights do not fit the model; names file and key."""
+
+
+class SafetensorsFolder:
+    """The tensors of model.safetensors, or of all files that its index names, opened as needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, str] = {}
+        """file of each tensor; empty when the folder holds no safetensors"""
+        self._open: dict[str, Any] = {}
+        if (folder / INDEX).is_file():
+            self.files = json.loads((folder / INDEX).read_text())["weight_map"]
+        elif (folder / SINGLE).is_file():
+            self.files = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the header of its file."""
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, box: Sequence[slice]) -> Tensor:
+        """The part of a tensor inside `box` (one slice per dim), in the file's dtype."""
+        part = self._slice(name)
+        return part[tuple(box)] if box else part[...]
+
+    def where(self, name: str) -> str:
+        """`file: key`, for messages; the index for a key that no file holds."""
+        return f"{self.folder / self.files.get(name, INDEX)}: {name}"
+
+    def _slice(self, name: str) -> Any:
+        handle = self._handle(self.files[name])
+        try:
+            return handle.get_slice(name)
+        except SafetensorError as error:
+            raise WeightsError(f"{self.where(name)}: {error}") from error
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.folder / file, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise WeightsError(f"{self.folder / file}: cannot be read: {error}") from error
+        return self._open[file]
+
+
+class HostCopy(NamedTuple):
+    """Where the weights come from when names in the files are not the model's."""
+
+    build: Callable[[], nn.Module]
+    """the whole model on the host, by transformers' own loading"""
+    group: dist.ProcessGroup
+    """host group of all ranks, over which rank 0 hands the tensors out"""
+
+
+def materialize(module: nn.Module, *, param_device: torch.device, device: torch.device) -> None:
+    """Give a model on the meta device memory: parameters on param_device, buffers on `device`.
+
+    Parameters hold garbage until load_weights; non-persistent buffers are computed here where
+    transformers' _init_weights knows them and are NaN otherwise.
+    """
+    tied = _tied_names(module)
+    module.to_empty(device=param_device)
+    _tie(module, tied)
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            owner._buffers[name] = torch.empty_like(buffer, device=device)
+    for parameter in module.parameters():
+        parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
+    buffers = non_persistent_buffers(module)
+    for buffer in buffers.values():
+        if buffer.is_floating_point():
+            buffer.fill_(torch.nan)
+    for owner in {name.rpartition(".")[0] for name in buffers}:
+        module._init_weights(module.get_submodule(owner))  # pyright: ignore[reportCallIssue]
+
+
+def load_weights(
+    module: nn.Module,
+    folder: Path,
+    *,
+    source: HostCopy,
+    optional: Sequence[str] = (),
+    ignored: Sequence[str] = (),
+) -> None:
+    """Fill parameters and persistent buffers of a materialized model from `folder`.
+
+    Every rank reads only its shards. Where transformers converts the names of this architecture
+    (mixtures of experts), or the folder holds no safetensors, rank 0 builds the whole model on the
+    host and every rank takes its slices of each broadcast tensor: collective then. Names in
+    `optional` that no file holds become zeros; keys that match a pattern of `ignored` may be there.
+    Raises WeightsError that lists missing, unexpected and mis-shaped keys with their files.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    files = SafetensorsFolder(folder)
+    targets = _targets(module)
+    for name in [name for name in optional if name not in files.files]:
+        _local(targets.pop(name)).zero_()
+    converted = get_model_conversion_mapping(module, add_legacy=False)  # pyright: ignore[reportArgumentType]
+    if converted or not files.files:
+        reason = "names are converted on loading" if converted else "the folder has no safetensors"
+        _load_through_host(module, files, targets, source, reason)
+    else:
+        _check(module, files, targets, ignored)
+        _load_slices(module, files, targets)
+    unknown = {n: b for n, b in non_persistent_buffers(module).items() if _unset(b)}
+    if unknown:
+        reason = f"{next(iter(unknown))} is computed when a model is built"
+        _load_through_host(module, files, unknown, source, reason)
+
+
+def _load_slices(module: nn.Module, files: SafetensorsFolder, targets: dict[str, Tensor]) -> None:
+    """Copy this rank's part of each target from the files."""
+    aliases = _aliases(module)
+    for name, target in targets.items():
+        copies = [
+            files.read(stored, local_box(target))
+            for stored in aliases.get(name, [name])
+            if stored in files.files
+        ]
+        if any(not torch.equal(copy, copies[0]) for copy in copies[1:]):
+            raise WeightsError(
+                f"{files.folder}: {aliases[name]} are tied in the model and differ in the files; "
+                "set model.override_config.tie_word_embeddings=false"
+            )
+        _local(target).copy_(copies[0])
+
+
+def local_box(tensor: Tensor) -> tuple[slice, ...]:
+    """The part of a (sharded) tensor that this rank holds, one slice of the whole per dim."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, n) for n in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that no checkpoint holds, by full name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, owner in module.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name in owner._non_persistent_buffers_set
+    }
+
+
+def _unset(buffer: Tensor) -> bool:
+    """Whether _init_weights left a buffer alone; unknowable for integers, which count as unset."""
+    return not buffer.is_floating_point() or bool(buffer.isnan().any())
+
+
+def _targets(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors to fill, by name; tied parameters once."""
+    skip = non_persistent_buffers(module)
+    buffers = {n: b for n, b in module.named_buffers() if n not in skip}
+    return {**dict(module.named_parameters()), **buffers}
+
+
+def _tied_names(module: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _tie(module: nn.Module, tied: Iterable[Sequence[str]]) -> None:
+    for first, *others in tied:
+        for other in others:
+            owner, _, name = other.rpartition(".")
+            setattr(module.get_submodule(owner), name, module.get_parameter(first))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The memory of this rank's shard, to be written in place."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _aliases(module: nn.Module) -> dict[str, list[str]]:
+    """All names of each tied parameter, by its first; files may hold it under any of them."""
+    return {group[0]: group for group in _tied_names(module)}
+
+
+def _check(
+    module: nn.Module,
+    files: SafetensorsFolder,
+    targets: dict[str, Tensor],
+    ignored: Sequence[str],
+) -> None:
+    aliases, problems = _aliases(module), []
+    for name, target in targets.items():
+        stored = [n for n in aliases.get(name, [name]) if n in files.files]
+        if not stored:
+            problems.append(f"{files.folder}: {name}: missing")
+        for other in stored:
+            if (shape := files.shape(other)) != tuple(target.shape):
+                problems.append(
+                    f"{files.where(other)}: shape {[*shape]}, the model needs {[*target.shape]}"
+                )
+    # Rotary tables are in old checkpoints; transformers drops the rest too.
+    allowed = [*ignored, r"rotary_emb\.inv_freq$"]
+    allowed += getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    known = {*targets, *non_persistent_buffers(module), *(n for g in aliases.values() for n in g)}
+    problems += [
+        f"{files.where(name)}: not a parameter of {type(module).__name__}"
+        for name in sorted(files.files.keys() - known)
+        if not any(re.search(pattern, name) for pattern in allowed)
+    ]
+    raise_problems(problems)
+
+
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raise WeightsError that lists the problems, if any."""
+    if problems:
+        more = len(problems) - MAX_PROBLEMS
+        lines = [*problems[:MAX_PROBLEMS]] + ([f"... and {more} more"] if more > 0 else [])
+        raise WeightsError("weights do not fit the model:\n  " + "\n  ".join(lines))
+
+
+@torch.no_grad()
+def _load_through_host(
+    module: nn.Module,
+    files: SafetensorsFolder,
+    targets: dict[str, Tensor],
+    source: HostCopy,
+    reason: str,
+) -> None:
+    """Broadcast each tensor of a whole model that rank 0 builds, and keep this rank's slice.
+
+    What is wrong with the files is raised on every rank.
+    """
+    rank = dist.get_rank(source.group)
+    logger.info(
+        "%s: loading through one whole copy on the host of rank 0 (%s)", files.folder, reason
+    )
+    whole: dict[str, Tensor] = {}
+    found: list[WeightsError | None] = [None]
+    if rank == 0:
+        try:
+            host = source.build()
+            whole = {**dict(host.named_parameters()), **dict(host.named_buffers())}
+        except WeightsError as error:
+            found = [error]
+    dist.broadcast_object_list(found, group_src=0, group=source.group)
+    if found[0] is not None:
+        raise found[0]
+    for name, target in targets.items():
+        full = torch.empty(target.shape, dtype=target.dtype)
+        if rank == 0 and name in whole:
+            full.copy_(whole[name])
+        elif rank == 0:  # a head that transformers' class does not have
+            full.copy_(files.read(name, [slice(0, n) for n in target.shape]))
+        dist.broadcast(full, group_src=0, group=source.group)
+        _local(target).copy_(full[local_box(target)])

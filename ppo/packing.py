@@ -1,0 +1,312 @@
+"""Which rank computes which tokens: dp ranks, micro-batches, packed rows.
+
+Knows no optimizer and no process group: every rank derives the same partition from the whole batch,
+so that no collective is needed to agree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppo.batch import RolloutBatch
+from ppo.config import ActorConfig, Config, CriticConfig
+from ppo.models.build import is_packable
+from ppo.models.learner import Learner, Model
+from sharding.mesh import Mesh
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How sequences are laid out: over `dp` ranks, then over micro-batches.
+
+    tokens: most tokens of one micro-batch of one sp group (per-GPU budget x sp); None = no limit.
+    count: most sequences of one micro-batch; None = no limit.
+    padded: a micro-batch costs its sequences times the longest of them, else the sum of lengths.
+    hidden_size: weighs the linear against the quadratic part of a sequence's cost.
+    """
+
+    dp: int
+    tokens: int | None = None
+    count: int | None = None
+    padded: bool = False
+    balance: bool = True
+    hidden_size: int = 1024
+
+    def cost(self, length: int) -> int:
+        """FLOPs of a sequence up to a factor: 24 H^2 per token and layer, plus 2 H s attention."""
+        return length * (12 * self.hidden_size + length)
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """True when sequences of these lengths may share a micro-batch (one alone always may)."""
+        if len(lengths) <= 1:
+            return True
+        if self.count is not None and len(lengths) > self.count:
+            return False
+        size = len(lengths) * max(lengths) if self.padded else sum(lengths)
+        return self.tokens is None or size <= self.tokens
+
+
+def partition(lengths: Sequence[int], indices: Sequence[int], budget: Budget) -> list[list[list]]:
+    """Lay sequences out as [dp rank][micro-batch][index], the same number for every rank.
+
+    Args:
+        lengths: tokens of every sequence of the batch, B entries.
+        indices: the sequences of this mini-batch.
+
+    Returns:
+        dp lists of equally many micro-batches; some may be empty. A sequence longer than the
+        budget has a micro-batch of its own.
+    """
+    ranks = assign(lengths, indices, budget)
+    bins = [_first_fit(lengths, mine, budget) for mine in ranks]
+    number = max(1, max(len(b) for b in bins))
+    return [
+        _balanced(lengths, mine, number, budget) or b + [[] for _ in range(number - len(b))]
+        for mine, b in zip(ranks, bins, strict=True)
+    ]
+
+
+def assign(lengths: Sequence[int], indices: Sequence[int], budget: Budget) -> list[list[int]]:
+    """Give each sequence to a dp rank: the costliest first, always to the least loaded rank."""
+    if not budget.balance:
+        return [list(indices[rank :: budget.dp]) for rank in range(budget.dp)]
+    ranks: list[list[int]] = [[] for _ in range(budget.dp)]
+    load = [0] * budget.dp
+    for index in sorted(indices, key=lambda i: (-lengths[i], i)):
+        lightest = load.index(min(load))
+        ranks[lightest].append(index)
+        load[lightest] += budget.cost(lengths[index])
+    return ranks
+
+
+def _first_fit(lengths: Sequence[int], mine: Sequence[int], budget: Budget) -> list[list[int]]:
+    """First-fit decreasing: the fewest micro-batches that this simple rule finds."""
+    bins: list[list[int]] = []
+    for index in sorted(mine, key=lambda i: (-lengths[i], i)):
+        for candidate in bins:
+            if budget.fits([lengths[i] for i in (*candidate, index)]):
+                candidate.append(index)
+                break
+        else:
+            bins.append([index])
+    return bins
+
+
+def _balanced(
+    lengths: Sequence[int], mine: Sequence[int], number: int, budget: Budget
+) -> list[list[int]] | None:
+    """Spread sequences over `number` micro-batches by cost; None where the budget breaks."""
+    bins: list[list[int]] = [[] for _ in range(number)]
+    load = [0] * number
+    for index in sorted(mine, key=lambda i: (-lengths[i], i)):
+        for slot in sorted(range(number), key=lambda s: load[s]):
+            if budget.fits([lengths[i] for i in (*bins[slot], index)]):
+                bins[slot].append(index)
+                load[slot] += budget.cost(lengths[index])
+                break
+        else:
+            return None
+    return bins
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Inputs of one forward pass, and where its K scored tokens stand in the [B, T] tensors."""
+
+    inputs: dict[str, Tensor]  # what the model's forward takes, labels apart
+    labels: Tensor  # [K] the response tokens to score
+    rows: Tensor  # [K] host
+    cols: Tensor  # [K] host
+    num_tokens: int  # real tokens, of this rank's slice
+    num_padding: int = field(default=0)  # padding tokens, of this rank's slice
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Pick the K entries of a [B, T] host tensor, moved to the device of the labels."""
+        return to_device(tensor[self.rows, self.cols], self.labels.device)  # [K]
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to the device, without waiting for it on CUDA."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def make_micro_batch(
+    batch: RolloutBatch,
+    indices: Sequence[int],
+    *,
+    device: torch.device,
+    packed: bool = True,
+    sp: int = 1,
+    sp_rank: int = 0,
+    pad_id: int = 0,
+) -> MicroBatch:
+    """Lay the sequences out as one packed row [1, N] (this rank's 1/sp slice) or padded [b, S].
+
+    The hidden state at packed index j scores token j + 1, so response token t of a sequence that
+    starts at `offset` with P prompt tokens is scored at offset + P + t - 1. An empty list becomes
+    one padding token, so that every rank runs the same number of forward and backward passes.
+    """
+    documents = [
+        torch.tensor(list(batch.prompts[i].prompt_ids) + batch.response_ids[i]) for i in indices
+    ] or [torch.tensor([pad_id])]
+    lengths = [len(d) for d in documents]
+    width = max(lengths)
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + (length if packed else width))
+    rows, cols, positions = [], [], []
+    for start, i in zip(starts, indices, strict=False):
+        cols.append(batch.response_mask[i].nonzero()[:, 0])
+        rows.append(torch.full_like(cols[-1], i))
+        positions.append(cols[-1] + start + len(batch.prompts[i].prompt_ids) - 1)
+    row, col, position = (
+        torch.cat(x) if x else torch.zeros(0, dtype=torch.long) for x in (rows, cols, positions)
+    )
+    if packed:
+        inputs, kept, offset = _packed_inputs(documents, pad_id, sp, sp_rank)
+        inside = (position >= offset) & (position < offset + inputs["input_ids"].numel())
+        row, col, position = row[inside], col[inside], position[inside] - offset
+    else:
+        inputs, kept = _padded_inputs(documents, width, pad_id), sum(lengths)
+    labels = torch.tensor(
+        [batch.response_ids[i][t] for i, t in zip(row.tolist(), col.tolist(), strict=True)],
+        dtype=torch.long,
+    )
+    moved = {
+        name: value if name == "cu_seqlens" else to_device(value, device)
+        for name, value in (inputs | {"positions": position}).items()
+    }
+    return MicroBatch(
+        inputs=moved,
+        labels=to_device(labels, device),
+        rows=row,
+        cols=col,
+        num_tokens=kept if indices else 0,
+        num_padding=inputs["input_ids"].numel() - (kept if indices else 0),
+    )
+
+
+def _packed_inputs(
+    documents: list[Tensor], pad_id: int, sp: int, sp_rank: int
+) -> tuple[dict[str, Tensor], int, int]:
+    """One row cut into sp slices; padding to a multiple of sp is one more document."""
+    pad = -sum(len(d) for d in documents) % sp
+    total = sum(len(d) for d in documents)
+    if pad:
+        documents = [*documents, torch.full((pad,), pad_id)]
+    ids = torch.cat(documents)  # [sp * N]
+    positions = torch.cat([torch.arange(len(d)) for d in documents])
+    bounds = torch.tensor([0] + [len(d) for d in documents]).cumsum(0)
+    size = len(ids) // sp
+    offset = size * sp_rank
+    inputs = {
+        "input_ids": ids[offset : offset + size][None],  # [1, N]
+        "position_ids": positions[offset : offset + size][None],
+        "cu_seqlens": bounds,
+    }
+    return inputs, max(0, min(total - offset, size)), offset
+
+
+def _padded_inputs(documents: list[Tensor], width: int, pad_id: int) -> dict[str, Tensor]:
+    lengths = torch.tensor([len(d) for d in documents])
+    mask = torch.arange(width) < lengths[:, None]  # [b, S]
+    ids = torch.full(mask.shape, pad_id)
+    ids[mask] = torch.cat(documents)
+    position_ids = torch.arange(width).expand(len(documents), -1) * mask
+    return {"input_ids": ids, "position_ids": position_ids, "attention_mask": mask.long()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batcher:
+    """Cuts sequences into this rank's micro-batches under one budget.
+
+    packed: one row without padding (`model.use_remove_padding`), else right-padded rows.
+    """
+
+    mesh: Mesh
+    budget: Budget
+    packed: bool
+    pad_id: int
+
+    def plan(self, batch: RolloutBatch, indices: Sequence[int]) -> list[list[int]]:
+        """Sequences of each of this rank's micro-batches; every rank has equally many.
+
+        Samples without a token that counts are left out.
+        """
+        counting = batch.response_mask.any(-1)
+        kept = [i for i in indices if counting[i]]
+        return partition(batch.lengths, kept, self.budget)[self.mesh.dp_rank]
+
+    def make(self, batch: RolloutBatch, indices: Sequence[int]) -> MicroBatch:
+        """Tensors of one micro-batch, on the device."""
+        return make_micro_batch(
+            batch,
+            indices,
+            device=self.mesh.device,
+            packed=self.packed,
+            sp=self.mesh.dims.sp,
+            sp_rank=self.mesh.sp_rank,
+            pad_id=self.pad_id,
+        )
+
+
+class Batchers(NamedTuple):
+    """How sequences are laid out for each pass."""
+
+    actor: Batcher
+    critic: Batcher
+    ref: Batcher
+
+
+def make_batchers(
+    config: Config, mesh: Mesh, tokenizer: "PreTrainedTokenizerBase", actor: Learner
+) -> Batchers:
+    """Budgets of the updates and of the forward-only pass of the reference."""
+    batcher = partial(make_batcher, config, mesh, actor, pad_id_of(tokenizer))
+    return Batchers(
+        actor=batcher(tokens=config.actor.ppo_max_token_len_per_gpu),
+        critic=batcher(tokens=config.critic.ppo_max_token_len_per_gpu, section=config.critic),
+        ref=batcher(tokens=config.ref.log_prob_max_token_len_per_gpu),
+    )
+
+
+def make_batcher(
+    config: Config,
+    mesh: Mesh,
+    model: Model,
+    pad_id: int,
+    *,
+    tokens: int,
+    section: ActorConfig | CriticConfig | None = None,
+) -> Batcher:
+    """The layout of one model's passes: `tokens` per rank, or the sequences that `section` says.
+
+    section: whose keys say how micro-batches are cut; None = the actor's.
+    """
+    section = section or config.actor
+    dynamic, dims = section.use_dynamic_bsz, mesh.dims
+    packed = config.model.use_remove_padding and is_packable(model.module)
+    budget = Budget(
+        dp=dims.dp,
+        tokens=tokens * dims.sp if dynamic else None,
+        count=None if dynamic else section.ppo_micro_batch_size_per_gpu,
+        padded=not packed,
+        balance=config.trainer.balance_batch,
+        hidden_size=model.hf_config.hidden_size,
+    )
+    return Batcher(mesh=mesh, budget=budget, packed=packed, pad_id=pad_id)
+
+
+def pad_id_of(tokenizer: "PreTrainedTokenizerBase") -> int:
+    pad_id = tokenizer.pad_token_id
+    assert isinstance(pad_id, int), pad_id  # load_tokenizer has seen to it
+    return pad_id

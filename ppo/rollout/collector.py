@@ -1,0 +1,105 @@
+"""Prompts in, samples out: the engine, awake and asleep, and how it samples.
+
+Owns step 1 of an iteration, which training, validation and rollout.py share. Must not know
+training or rewards. Every method is called by every rank and leaves the same batch on each.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppo.batch import RolloutBatch, make_batch
+from ppo.config import Config
+from ppo.data.dataset import Prompt
+from ppo.data.prompts import PromptSets
+from ppo.engines.choose import build_engine
+from ppo.engines.contract import Engine, SamplingParams, stop_token_ids
+from ppo.metrics import Metrics
+from ppo.models.folder import model_folder
+from ppo.models.learner import Model
+from ppo.rollout.generate import generate
+from ppo.run.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collector:
+    """One engine per rollout group, and what a prompt needs to become a sample."""
+
+    config: Config
+    run: Run
+    engine: Engine
+    stop_token_ids: tuple[int, ...]
+
+    @contextmanager
+    def awake(self, model: Model, metrics: Metrics) -> Iterator[None]:
+        """The engine with the weights of `model`; its memory is given back afterwards."""
+        try:
+            with metrics.timed("reshard"), ExitStack() as resident:
+                self.run.drive(self.engine.start())
+                module = resident.enter_context(model.on_device())
+                self.run.drive(self.engine.wake(module, loaded=resident.close))
+            yield
+        finally:
+            with metrics.timed("release"):
+                self.engine.release()
+        for name, value in self.engine.stats.items():
+            metrics.add(name, value, 1)
+
+    def validation_params(self, step: int) -> SamplingParams:
+        """Sampling of the validation after `step` iterations."""
+        val = self.config.rollout.val_kwargs
+        return self._params(step, temperature=val.temperature, top_p=val.top_p, top_k=-1)
+
+    def _params(self, step: int, *, temperature: float, top_p: float, top_k: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_new_tokens=self.config.data.max_response_length,
+            stop=tuple(self.config.rollout.stop),
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.config.rollout.ignore_eos,
+            seed=self.config.trainer.seed,
+            step=step,
+        )
+
+    def sample_training(self, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
+        """rollout.n responses to each prompt for iteration `step`, with ReMax's greedy ones."""
+        rollout = self.config.rollout
+        params = self._params(
+            step, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
+        )
+        batch = self.sample(prompts, params, rollout.n)
+        if self.config.algorithm.adv_estimator == "remax":
+            greedy = self._params(step, temperature=0.0, top_p=1.0, top_k=-1)
+            batch.greedy = self.sample(prompts, greedy, 1)
+        return batch
+
+    def sample(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> RolloutBatch:
+        """n responses to each prompt, in prompt-major order."""
+        return make_batch(prompts, generate(self.engine, prompts, params, n=n, run=self.run))
+
+
+@contextmanager
+def open_collector(
+    config: Config, run: Run, prompts: PromptSets, actor: Model
+) -> Iterator[Collector]:
+    """Start the engine, asleep."""
+    folder = model_folder(config.model.path, run)
+    engine = build_engine(config, run.mesh, folder, prompts.tokenizer, run.dir, module=actor.module)
+    with closing(engine):
+        yield Collector(
+            config=config,
+            run=run,
+            engine=engine,
+            stop_token_ids=_stop_token_ids(prompts, folder),
+        )
+
+
+def _stop_token_ids(prompts: PromptSets, folder: Path) -> tuple[int, ...]:
+    from transformers import GenerationConfig
+
+    has_file = (folder / "generation_config.json").is_file()
+    generation = GenerationConfig.from_pretrained(folder) if has_file else None
+    return stop_token_ids(prompts.tokenizer, generation)

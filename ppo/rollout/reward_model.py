@@ -1,0 +1,155 @@
+"""A reward model scores conversations, which its own tokenizer and chat template read.
+
+Owns how a conversation becomes the documents of a forward pass and its scores one number each.
+Must not know engines, advantages or what else scores a sample.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ppo.batch import make_batch
+from ppo.config import Config
+from ppo.data.dataset import Prompt
+from ppo.data.tokenizer import load_tokenizer, render_chat, token_ids
+from ppo.engines.contract import Completion
+from ppo.errors import InputError
+from ppo.forward_passes import response_values
+from ppo.models.build import build_value_model
+from ppo.models.folder import model_folder
+from ppo.models.learner import Model
+from ppo.models.roles import frozen_options
+from ppo.packing import Batcher, make_batcher, pad_id_of
+from ppo.run.run import Run
+from sharding.mesh import Mesh
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModel:
+    """A frozen sequence classifier with one label; it rests on the host between uses."""
+
+    model: Model
+    tokenizer: "PreTrainedTokenizerBase"
+    batcher: Batcher
+
+    def score(self, prompts: Sequence[Prompt], texts: Sequence[str], run: Run) -> Tensor:
+        """The logit of each conversation, prompt and response: [B] float32 on every rank's host.
+
+        A document is scored at its last token, as transformers' classifiers do. That is the value
+        of the state before one more token, so one is put behind it; attention is causal. NaN for a
+        conversation with more tokens than the model has positions.
+
+        A stop request ends the pass. Collective.
+        """
+        documents = self._documents(prompts, texts, run.mesh)
+        limit = getattr(self.model.hf_config, "max_position_embeddings", None) or sys.maxsize
+        too_long = torch.tensor([len(ids) >= limit for ids in documents])
+        if too_long.any():
+            logger.warning(
+                "%d of %d conversations do not fit the %d positions of the reward model: no score",
+                *(int(too_long.sum()), len(documents), limit),
+                extra={"every_rank": True},
+            )
+            documents = [ids if len(ids) < limit else ids[:1] for ids in documents]
+        ended = Completion([self.batcher.pad_id], [0.0], "stop")
+        batch = make_batch(
+            [
+                prompt._replace(prompt_ids=ids)
+                for prompt, ids in zip(prompts, documents, strict=True)
+            ],
+            [ended] * len(documents),
+        )
+        with self.model.on_device() as module:
+            values = response_values(module, batch, batcher=self.batcher, run=run)  # [B, 1]
+        return values[:, 0].masked_fill(too_long, torch.nan)
+
+    def _documents(
+        self, prompts: Sequence[Prompt], texts: Sequence[str], mesh: Mesh
+    ) -> list[list[int]]:
+        """Token ids of every conversation on every rank; each rank tokenizes its share."""
+        world_size = mesh.dims.world_size
+        mine, error = [], None
+        try:
+            for prompt, text in zip(
+                prompts[mesh.rank :: world_size], texts[mesh.rank :: world_size], strict=True
+            ):
+                ids = until_scored(
+                    conversation_ids(self.tokenizer, prompt, text),
+                    getattr(self.model.hf_config, "pad_token_id", None),
+                )
+                mine.append(np.array(ids, np.int32))
+        except InputError as problem:
+            error = problem
+        parts: list[tuple[list[Any], InputError | None]] = [([], None)] * world_size
+        dist.all_gather_object(parts, (mine, error), group=mesh.host_group)
+        for _, problem in parts:
+            if problem is not None:
+                raise problem
+        return [parts[i % world_size][0][i // world_size].tolist() for i in range(len(prompts))]
+
+
+def conversation_ids(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt, text: str) -> list[int]:
+    """The prompt's messages and the response as one conversation. Raises InputError."""
+    messages = prompt.messages
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    try:
+        rendered = render_chat(tokenizer, [*messages, {"role": "assistant", "content": text}])
+    except InputError as error:
+        raise InputError(f"reward.model, prompt {prompt.uid}: {error}") from error
+    [ids] = token_ids(tokenizer, [rendered])
+    if not ids:
+        raise InputError(f"reward.model, prompt {prompt.uid}: its tokenizer makes no token of it")
+    return ids
+
+
+def until_scored(ids: list[int], pad_token_id: int | None) -> list[int]:
+    """The ids up to the token that is scored: the last one that is not the model's padding.
+
+    transformers' classifiers cannot tell padding from a conversation that ends with that token, as
+    one does whose end-of-sequence token pads; they are trained and published with that rule.
+    """
+    end = len(ids)
+    while end > 1 and ids[end - 1] == pad_token_id:
+        end -= 1
+    return ids[:end]
+
+
+def build_reward_model(config: Config, run: Run) -> RewardModel | None:
+    """The reward model, resting on the host; None where functions score alone."""
+    section = config.reward.model
+    if not section.enable:
+        return None
+    assert section.path is not None  # check_config has seen to it
+    folder = model_folder(section.path, run, classifier=True)
+    tokenizer = load_tokenizer(
+        folder,
+        trust_remote_code=config.model.trust_remote_code,
+        custom_chat_template=section.chat_template,
+        template_key="reward.model.chat_template",
+    )
+    module = build_value_model(
+        folder,
+        run.mesh,
+        model_config=replace(config.model, path=section.path, override_config={}),
+        needs_head=True,
+        **frozen_options(section.fsdp),
+    )
+    model = Model(module=module, device=run.mesh.device, param_offload=True)
+    model.rest()
+    batcher = make_batcher(
+        config, run.mesh, model, pad_id_of(tokenizer), tokens=section.max_token_len_per_gpu
+    )
+    return RewardModel(model=model, tokenizer=tokenizer, batcher=batcher)

@@ -1,0 +1,161 @@
+"""Files of a run folder that are not metrics: configuration, starts, status, logs.
+
+Owns their names and formats. Must not know what a run does, or other ranks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from ppo.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+Outcome = Literal["running", "finished", "preempted", "failed"]
+LOCK_PATIENCE_S = {True: 10.0, False: 120.0}
+"""how long a start waits for a job on this host, or on another, to be gone: a file server keeps the
+locks of a node that has crashed for a while"""
+OUR_LOGGERS = ("__main__", "train_ppo", "rollout", "ppo", "sharding")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside and rename: readers and a crash see the old file or the new one."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def write_status(folder: Path, state: Outcome, *, step: int, reason: str) -> None:
+    """Replace status.json: {"state", "step", "reason"}; launch scripts requeue from it."""
+    status = {"state": state, "step": step, "reason": reason}
+    write_atomically(folder / "status.json", json.dumps(status) + "\n")
+
+
+def read_status(folder: Path) -> dict[str, Any] | None:
+    """What status.json holds; None where there is none."""
+    try:
+        return json.loads((folder / "status.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def record_start(folder: Path, *, command: Sequence[str], world_size: int, restart: int) -> None:
+    """Append this start to starts.jsonl: time, command line, git revision, ranks, versions."""
+    import torch
+
+    start = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join(command),
+        "git_revision": git_revision(Path(__file__).resolve().parent),
+        "world_size": world_size,
+        "restart": restart,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+    }
+    with (folder / "starts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(start) + "\n")
+
+
+def git_revision(folder: Path) -> str | None:
+    """Commit of the working tree, with "+changes" where files differ; None outside of git."""
+    try:
+        commit = _git(folder, "rev-parse", "HEAD")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("+changes" if changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    result = subprocess.run(
+        ["git", "-C", str(folder), *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    return result.stdout.strip()
+
+
+def lock_folder(folder: Path, *, patience_s: float | None = None) -> IO[str]:
+    """Keep other jobs out of the folder as long as the returned file is open.
+
+    The kernel lets go of it when the process ends, however that happens. Raises InputError naming
+    the job that holds it; on a file system without locks this only warns.
+    """
+    file = (folder / "lock").open("a+", encoding="utf-8")
+    started, here = time.monotonic(), f"on {socket.gethostname()}"
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip()
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): start no second job there", folder, error)
+            return file
+        limit = LOCK_PATIENCE_S[f"{here} " in holder] if patience_s is None else patience_s
+        if time.monotonic() - started >= limit:
+            raise InputError(
+                f"run folder {folder} is in use by {holder}: end that job first, or set "
+                "trainer.experiment_name or trainer.default_local_dir"
+            )
+        time.sleep(0.2)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} {here} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    file.flush()
+    return file
+
+
+def set_aside(path: Path) -> None:
+    """Rename what an earlier run left, so that this one starts from nothing and loses nothing."""
+    if not path.exists():
+        return
+    number = 1
+    while (old := path.with_name(f"{path.name}.old{number}")).exists():
+        number += 1
+    path.rename(old)
+    logger.warning("trainer.resume_mode is disable: %s of an earlier run is now %s", path, old.name)
+
+
+def add_log_handlers(folder: Path, rank: int) -> list[logging.Handler]:
+    """Log to the console (rank 0: INFO, others: WARNING) and everything to logs/rank_0000.log.
+
+    A warning that is the same on every rank is logged with extra={"every_rank": True}: the console
+    has it from rank 0 only.
+
+    Returns the handlers; `remove_log_handlers` takes them away again.
+    """
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    console = logging.StreamHandler()
+    console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    console.addFilter(lambda record: rank == 0 or not getattr(record, "every_rank", False))
+    file = logging.FileHandler(folder / "logs" / f"rank_{rank:04d}.log", encoding="utf-8")
+    layout = logging.Formatter(
+        f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s", "%m-%d %H:%M:%S"
+    )
+    for handler in (console, file):
+        handler.setFormatter(layout)
+        logging.getLogger().addHandler(handler)
+    for name in OUR_LOGGERS:
+        logging.getLogger(name).setLevel(logging.DEBUG)
+    return [console, file]
+
+
+def remove_log_handlers(handlers: Sequence[logging.Handler]) -> None:
+    """Undo `add_log_handlers`."""
+    for handler in handlers:
+        logging.getLogger().removeHandler(handler)
+        handler.close()

@@ -1,0 +1,110 @@
+"""The start of a process: what the launcher says, the device, the process group, the run.
+
+Owns what happens between the command line and the first collective, and how wrong input is
+reported. Every rank calls everything here.
+"""
+
+import logging
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ppo.check.files import missing_files, wrong_contents
+from ppo.check.rules import check_config
+from ppo.check.warnings import config_warnings
+from ppo.config import Config, ConfigError, Problem
+from ppo.errors import InputError
+from ppo.run.run import Run
+from ppo.run.signals import stop_with_parent
+from sharding.mesh import build_mesh, init_distributed
+
+logger = logging.getLogger(__name__)
+
+EXIT_CONFIG = 2
+"""exit code for wrong configuration or data"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What torchrun tells a process; plain python is a world of one rank."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    ranks_per_node: int = 1
+    restart_count: int = 0
+    has_agent: bool = False
+    """torchrun's agent is the parent"""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> "Launch":
+        """Read torchrun's variables."""
+        return cls(
+            rank=int(env.get("RANK", 0)),
+            local_rank=int(env.get("LOCAL_RANK", 0)),
+            world_size=int(env.get("WORLD_SIZE", 1)),
+            ranks_per_node=int(env.get("LOCAL_WORLD_SIZE", 1)),
+            restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            has_agent="TORCHELASTIC_RUN_ID" in env,
+        )
+
+    def problems(self, config: Config) -> list[Problem]:
+        """Whatever is wrong with a configuration for this world and on this machine."""
+        size, per_node = self.world_size, self.ranks_per_node
+        return [
+            *check_config(config, world_size=size, ranks_per_node=per_node),
+            *missing_files(config),
+            *wrong_contents(config),
+        ]
+
+    def report(self, error: InputError) -> int:
+        """Say once what is wrong with the user's input; the exit code."""
+        if self.rank == 0 and self.restart_count == 0:
+            sys.stderr.write(f"{error}\n")
+        return EXIT_CONFIG
+
+
+def pick_device(config: Config, local_rank: int) -> torch.device:
+    """The device of this rank: `trainer.device`, where auto is CUDA if there is one."""
+    cuda = torch.cuda.is_available()
+    if config.trainer.device == "cuda" and not cuda:
+        raise ConfigError(
+            [Problem("trainer.device", "cuda", "torch sees no CUDA device", "use auto or cpu")]
+        )
+    if config.trainer.device == "cpu" or not cuda:
+        return torch.device("cpu")
+    # a launcher that shows each rank its own device only (Slurm --gpus-per-task): number 0
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+@contextmanager
+def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator[Run]:
+    """The process group, the meshes, and the run folder with its logs and status."""
+    if launch.has_agent:
+        stop_with_parent()
+    device = pick_device(config, launch.local_rank)
+    seed = config.trainer.seed + launch.rank  # dropout and the like; sampling has its own noise
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if config.trainer.deterministic:
+        torch.use_deterministic_algorithms(True)
+    if device.type == "cuda":
+        # torch prefers cuDNN's attention on Hopper and later, which makes a plan for every new
+        # shape (about half a second each); here every micro-batch has shapes of its own.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    with init_distributed(
+        device,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout_s=config.trainer.comm_timeout_s,
+    ):
+        mesh = build_mesh(config.dims(launch.world_size, launch.ranks_per_node), device)
+        with Run(config, mesh, command=command, restart_count=launch.restart_count) as run:
+            if launch.rank == 0:
+                for warning in config_warnings(config, world_size=launch.world_size):
+                    logger.warning("%s", warning)
+            yield run

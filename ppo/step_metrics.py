@@ -1,0 +1,107 @@
+"""What is logged of a rollout batch and of a step. Every rank computes the same numbers."""
+
+import resource
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ppo.batch import RolloutBatch
+from ppo.config import Config
+from ppo.losses import rollout_probs_diff
+from ppo.metrics import Metrics, timing_shares
+from ppo.models.flops import ModelSize, batch_flops, utilisation
+from ppo.models.learner import Learner
+from ppo.packing import Batcher, assign
+from sharding.mesh import Mesh
+
+
+def _spread(metrics: Metrics, name: str, values: Tensor) -> None:
+    """Set NAME/mean, max and min of a non-empty tensor."""
+    if values.numel():
+        values = values.float()
+        for kind, value in (
+            ("mean", values.mean()),
+            ("max", values.max()),
+            ("min", values.min()),
+        ):
+            metrics.set(f"{name}/{kind}", value.item())
+
+
+def summarise_batch(batch: RolloutBatch, batcher: Batcher, metrics: Metrics) -> None:
+    """Lengths, rewards, advantages, values, and the mismatch of engine and trainer."""
+    mask = batch.response_mask
+    _spread(metrics, "response_length", torch.tensor([len(r) for r in batch.response_ids]))
+    clipped = [reason == "length" for reason in batch.finish_reasons]
+    metrics.set("response_length/clip_ratio", sum(clipped) / len(clipped))
+    _spread(metrics, "prompt_length", torch.tensor(batch.prompt_lengths))
+    _spread(metrics, "critic/score", batch.scores[~batch.failed])
+    if batch.rewards is not None:
+        _spread(metrics, "critic/rewards", batch.rewards.sum(-1)[~batch.failed])
+    for name in ("advantages", "returns", "values"):
+        tensor = getattr(batch, name)
+        if tensor is not None:
+            _spread(metrics, f"critic/{name}", tensor[mask])
+    if batch.returns is not None and batch.values is not None and mask.sum() > 1:
+        errors, returns = (batch.returns - batch.values)[mask], batch.returns[mask]
+        explained = 1 - errors.var() / returns.var().clamp(min=1e-12)
+        metrics.set("critic/vf_explained_var", explained.item())
+    if batch.old_logprobs is not None:
+        diff = rollout_probs_diff(batch.old_logprobs, batch.rollout_logprobs, mask)
+        metrics.set("training/rollout_probs_diff_mean", diff.mean.item())
+        metrics.set("training/rollout_probs_diff_max", diff.max.item())
+    _balance(batch, batcher, metrics)
+    high_water_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    metrics.maximum("perf/cpu_memory_used_gb", high_water_kib / 2**20)
+
+
+def _balance(batch: RolloutBatch, batcher: Batcher, metrics: Metrics) -> None:
+    """Tokens per dp rank: dealt out in order, and as assigned by cost."""
+    lengths, dp = batch.lengths, batcher.budget.dp
+    everything = range(len(lengths))
+    before = [sum(lengths[i] for i in everything[rank::dp]) for rank in range(dp)]
+    after = [sum(lengths[i] for i in part) for part in assign(lengths, everything, batcher.budget)]
+    metrics.set("global_seqlen/min", min(before))
+    metrics.set("global_seqlen/max", max(before))
+    metrics.set("global_seqlen/balanced_min", min(after))
+    metrics.set("global_seqlen/balanced_max", max(after))
+    metrics.set("perf/total_num_tokens", sum(lengths))
+
+
+def perf_metrics(
+    values: Mapping[str, float],
+    batch: RolloutBatch,
+    actor: Learner,
+    critic: Learner | None,
+    config: Config,
+    mesh: Mesh,
+) -> dict[str, float]:
+    """Throughput, utilisation, shares of time and memory, from the reduced values of a step."""
+    world_size, cuda = mesh.dims.world_size, mesh.device.type == "cuda"
+    device_name = torch.cuda.get_device_name(mesh.device) if cuda else "cpu"
+    tokens = values["perf/total_num_tokens"]
+    perf = timing_shares(dict(values))
+    if "memory_gib/step" in values:
+        perf["perf/max_memory_allocated_gb"] = values["memory_gib/step"]
+    perf["perf/throughput"] = tokens / values["timing_s/step"] / world_size
+    for learner, epochs in ((actor, config.actor.ppo_epochs), (critic, config.critic.ppo_epochs)):
+        if learner is not None:
+            perf |= utilisation(
+                learner.name,
+                batch_flops(_model_size(learner), batch.lengths, epochs=epochs),
+                seconds=values.get(f"timing_s/update_{learner.name}", 0.0),
+                num_devices=world_size,
+                device_name=device_name,
+            )
+    return perf
+
+
+def _model_size(learner: Learner) -> ModelSize:
+    hf = learner.hf_config
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    return ModelSize(
+        num_params=sum(p.numel() for p in learner.module.parameters()),
+        num_layers=hf.num_hidden_layers,
+        num_heads=hf.num_attention_heads,
+        head_dim=head_dim,
+    )

@@ -1,0 +1,7 @@
+"""Distributed checkpoints: `Checkpointer` saves and loads, `export_hf` writes a HF folder."""
+
+from sharding.checkpoint.checkpointer import Checkpointer
+from sharding.checkpoint.export import export_hf
+from sharding.checkpoint.files import CheckpointError, find_checkpoint
+
+__all__ = ["CheckpointError", "Checkpointer", "export_hf", "find_checkpoint"]

@@ -1,0 +1,244 @@
+"""Distributed checkpoints: save, find the newest, load on any other sharding, prune, export.
+
+Owns what a trainer calls. How ranks write together is in checkpoint_write.py, what a checkpoint
+consists of in checkpoint_files.py, the names of its tensors in checkpoint_tensors.py. Must not know
+a trainer.
+
+    python -m sharding.checkpoint export CHECKPOINT_OR_RUN OUT [--model actor] [--dtype bfloat16]
+"""
+
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.optim import Optimizer
+
+from sharding.checkpoint import files as files
+from sharding.checkpoint import tensors as tensors
+from sharding.checkpoint.files import CheckpointError
+from sharding.checkpoint.storage import SafeReader
+from sharding.checkpoint.writer import CheckpointWriter, Job, causes
+from sharding.fsdp import reshard
+from sharding.mesh import Mesh
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves and loads models, optimizers and JSON state in one folder, over all ranks of a mesh.
+
+    Every method is collective. A context manager: leaving it finishes the save in flight, which
+    must happen before the process group is destroyed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        *,
+        async_save: bool = True,
+        max_to_keep: int | None = 2,
+        keep_best: bool = False,
+        assets: Sequence[Any] = (),
+        hf_models: Sequence[str] = (),
+        timeout_s: float = 3600,
+    ):
+        """
+        Args:
+            folder: of the checkpoints; made when missing, on a file system that all ranks see.
+            async_save: `save` returns when tensors are copied to the host, and a thread writes.
+            max_to_keep: newest checkpoints to keep; None = all.
+            keep_best: keep the one with the highest metric besides.
+            assets: objects with save_pretrained(folder): tokenizer, generation config.
+            hf_models: names of models to write in Hugging Face format too (on rank 0).
+            timeout_s: seconds that a rank may write longer than another.
+        """
+        self.folder = folder
+        self._mesh = mesh
+        self._async = async_save
+        self._assets = _render(assets) if mesh.rank == 0 else {}
+        # of its own: a collective of the writing thread must not meet one of the training
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._writer = CheckpointWriter(
+            folder=folder,
+            mesh=mesh,
+            group=cast(ProcessGroup, group),
+            max_to_keep=max_to_keep,
+            keep_best=keep_best,
+            hf_models=tuple(hf_models),
+        )
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._staging: dict[str, Tensor] = {}
+        self._verified: set[Path] = set()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self.finish()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            logger.error("%s", failure)  # the exception on its way is the cause to show
+        finally:
+            self._thread.shutdown()
+
+    def save(
+        self,
+        step: int,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, Optimizer],
+        state: Mapping[str, Any],
+        *,
+        metric: float | None = None,
+    ) -> None:
+        """Write `step_STEP`; replaces one of the same step.
+
+        Args:
+            models: FSDP2 modules (or plain ones, equal on all ranks) by name.
+            optimizers: by the name of the model whose parameters they hold.
+            state: JSON, equal on all ranks.
+            metric: for keep_best; higher is better.
+
+        Raises:
+            CheckpointError: on all ranks, when any rank cannot write, when the disk is too small,
+                or when the save before this one had failed. Earlier checkpoints are untouched.
+        """
+        self.finish()
+        self._verified.clear()
+        for module in models.values():
+            reshard(module)
+        rank = self._mesh.rank
+        table = {
+            **tensors.model_tensors(models),
+            **tensors.optimizer_tensors(models, optimizers),
+            **tensors.rng_tensors(rank),
+        }
+        train_state = {
+            "step": step,
+            "world_size": self._mesh.dims.world_size,
+            "optimizers": tensors.optimizer_groups(models, optimizers),
+            "state": state,
+        }
+        documents = {files.TRAIN_STATE: json.dumps(train_state, indent=1).encode()}
+        if rank == 0:
+            documents |= self._assets | _model_configs(models)
+        if self._async:
+            table = tensors.stage(table, self._staging)
+        job = Job(step=step, table=table, documents=documents, metric=metric)
+        if self._async:
+            self._pending = self._thread.submit(self._writer.write, job)
+        else:
+            self._writer.write(job)
+
+    def finish(self) -> None:
+        """Wait for the save in flight; raises its CheckpointError on all ranks."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint whose files are all as written, or None; same on all ranks.
+
+        Ranks read different files. A damaged checkpoint is skipped with a warning that names it.
+
+        Raises:
+            CheckpointError: on all ranks: there are checkpoints, and every one is damaged.
+        """
+        self.finish()
+        (candidates,) = self._from_rank_0(lambda: [files.list_checkpoints(self.folder)])
+        for candidate in candidates:
+            damage = self._find_damage(candidate)
+            if damage is None:
+                return candidate
+            if self._mesh.rank == 0:
+                logger.warning("checkpoint %s skipped: %s", candidate.name, damage)
+        if candidates:  # to start anew would overwrite them
+            raise CheckpointError(f"{self.folder}: every checkpoint is damaged")
+        return None
+
+    def load(
+        self,
+        path: Path,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, Optimizer],
+    ) -> dict[str, Any]:
+        """Load in place, whatever sharding, world size and axis order wrote it; returns the state.
+
+        Optimizers get exactly the saved state, parameter groups included. With optimizers, on a
+        world of the same size, random number generators are restored too.
+
+        Raises:
+            CheckpointError: on all ranks: damaged, or it does not hold what is asked for.
+        """
+        damage = None if path in self._verified else self._find_damage(path)
+        if damage is not None:
+            raise CheckpointError(damage)
+        for module in models.values():
+            reshard(module)
+        reader = SafeReader(path / files.TENSORS)
+        metadata = reader.read_metadata()
+        train_state = json.loads((path / files.TRAIN_STATE).read_bytes())
+        rng: dict[str, Tensor] = {}
+        if optimizers and train_state["world_size"] == self._mesh.dims.world_size:
+            rng = tensors.rng_tensors(self._mesh.rank)
+            rng = {name: t for name, t in rng.items() if name in metadata.state_dict_metadata}
+        try:
+            table = {**tensors.model_tensors(models), **rng}
+            tensors.check_names(table, metadata)
+            tensors.restore_groups(models, optimizers, train_state["optimizers"])
+            table |= tensors.optimizer_targets(models, optimizers, metadata)
+            load(table, storage_reader=reader, process_group=self._mesh.host_group)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        except CheckpointException as error:
+            raise CheckpointError(f"{path}: {causes(error)}") from error
+        if rng:
+            tensors.restore_rng(self._mesh.rank, rng)
+        logger.info("loaded checkpoint %s of step %d", path, train_state["step"])
+        return train_state["state"]
+
+    def _find_damage(self, path: Path) -> str | None:
+        """The first damage that any rank finds in its share of the files."""
+        size = self._mesh.dims.world_size
+        mine = files.find_damage(path, share=self._mesh.rank, num_shares=size)
+        found: list[str | None] = [None] * size
+        dist.all_gather_object(found, mine, group=self._mesh.host_group)
+        damage = next((text for text in found if text is not None), None)
+        if damage is None:
+            self._verified.add(path)
+        return damage
+
+    def _from_rank_0(self, make: Callable[[], list[Any]]) -> list[Any]:
+        values = make() if self._mesh.rank == 0 else [None]
+        dist.broadcast_object_list(values, src=0, group=self._mesh.host_group)
+        return values
+
+
+def _render(assets: Sequence[Any]) -> dict[str, bytes]:
+    """Files of the assets; made once, since a tokenizer in use cannot be saved by a thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        for asset in assets:
+            asset.save_pretrained(folder)
+        paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+        return {f"assets/{path.relative_to(folder)}": path.read_bytes() for path in paths}
+
+
+def _model_configs(models: Mapping[str, nn.Module]) -> dict[str, bytes]:
+    return {
+        f"models/{name}/config.json": module.config.to_json_string().encode()  # pyright: ignore
+        for name, module in models.items()
+        if hasattr(module, "config")
+    }

@@ -1,0 +1,145 @@
+"""Torch distributed checkpoint's reader and writer of files, with checksums and without code.
+
+Owns how tensors reach files and how their index is read. Must not know models, ranks, or what else
+a checkpoint consists of.
+"""
+
+import io
+import os
+import pickle
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from sharding.checkpoint.files import CheckpointError, FileRecord
+
+
+class _ChecksumStream(io.BufferedIOBase):
+    """A file that counts and checksums what passes through, and remembers why a write failed."""
+
+    def __init__(self, raw: BinaryIO):
+        self._raw = raw
+        self.num_bytes = 0
+        self.crc32 = 0
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        try:
+            written = self._raw.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.num_bytes += written
+        return written
+
+    def tell(self) -> int:
+        return self.num_bytes
+
+    def flush(self) -> None:
+        try:
+            self._raw.flush()
+        except OSError as error:
+            self.error = error
+            raise
+
+    def fileno(self) -> int:
+        return self._raw.fileno()
+
+
+class _ChecksumFileSystem(FileSystem):
+    """Files that are written for the first time and from beginning to end."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+        self.error: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as raw:
+            stream = _ChecksumStream(cast(BinaryIO, raw))
+            try:
+                yield stream
+            except OSError as error:  # of fsync
+                self.error = error
+                raise
+            finally:
+                self.error = stream.error or self.error
+        self.records[Path(path).name] = FileRecord(stream.num_bytes, stream.crc32)
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class ChecksumWriter(FileSystemWriter):
+    """DCP's file writer; files are synced, and `records` has what this rank wrote."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, per_thread_copy_ahead=0)  # no CUDA stream in a writing thread
+        self.fs: _ChecksumFileSystem = _ChecksumFileSystem()
+
+    @property
+    def records(self) -> dict[str, FileRecord]:
+        """By file name."""
+        return self.fs.records
+
+    @property
+    def error(self) -> OSError | None:
+        """The operating system's reason why this rank could not write (torch hides it)."""
+        return self.fs.error
+
+
+class SafeReader(FileSystemReader):
+    """DCP's file reader, except that its metadata may name no class but DCP's own."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index of the tensors.
+
+        Raises:
+            CheckpointError: it is missing, cut short, or holds anything else.
+        """
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Pickle runs what it names; this one knows only the names that DCP's index consists of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if module.split(".")[0] in _MODULES else None
+        known = (
+            module == "torch.distributed.checkpoint.metadata"
+            or (module, name) in _NAMES
+            or (module == "torch" and isinstance(found, torch.dtype))
+        )
+        if not known:
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index")
+        return found
+
+
+_MODULES = ("torch", "pathlib")
+_NAMES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib", "WindowsPath"),
+}

@@ -1,0 +1,194 @@
+"""Models and optimizers as flat tables of tensors, and back.
+
+Owns the names in a checkpoint: `model.NAME.PARAMETER`, `optimizer.NAME.PARAMETER.STATE`,
+`rng.RANK.DEVICE`. Every entry is a tensor, so that nothing has to be unpickled; numbers of the
+optimizers' parameter groups are JSON. Must not know files or ranks other than its own.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from sharding.checkpoint.files import CheckpointError
+from sharding.offload import home_device
+
+_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
+"""Keys of a parameter group that are not saved: how it is computed, not what."""
+
+
+def model_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Parameters, tied ones once, and persistent buffers."""
+    table = {}
+    for name, module in models.items():
+        parameters = dict(module.named_parameters())
+        every = {key for key, _ in module.named_parameters(remove_duplicate=False)}
+        buffers = {key: t for key, t in module.state_dict().items() if key not in every}
+        for key, tensor in {**parameters, **buffers}.items():
+            table[f"model.{name}.{key}"] = tensor.detach()
+    return table
+
+
+def optimizer_tensors(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+) -> dict[str, Tensor]:
+    """State of every parameter that has one; empty before the first step."""
+    table = {}
+    for name, optimizer in optimizers.items():
+        for key, parameter in _parameters(models[name], optimizer).items():
+            for state, tensor in optimizer.state.get(parameter, {}).items():
+                assert isinstance(tensor, Tensor), (name, key, state, type(tensor))
+                table[f"optimizer.{name}.{key}.{state}"] = tensor
+    return table
+
+
+def optimizer_groups(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+) -> dict[str, list[dict[str, Any]]]:
+    """Parameter groups as JSON: hyperparameters and names of parameters."""
+    return {
+        name: [
+            {
+                **{k: _number(v) for k, v in group.items() if k not in _IMPLEMENTATION},
+                "params": list(_parameters(models[name], optimizer, group)),
+            }
+            for group in optimizer.param_groups
+        ]
+        for name, optimizer in optimizers.items()
+    }
+
+
+def restore_groups(
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, Optimizer],
+    saved: Mapping[str, list[dict[str, Any]]],
+) -> None:
+    """Set the hyperparameters of `optimizer_groups` again.
+
+    Raises:
+        CheckpointError: an optimizer is not in the checkpoint or groups its parameters otherwise.
+    """
+    found = optimizer_groups(models, optimizers)
+    for name, optimizer in optimizers.items():
+        if name not in saved:
+            raise CheckpointError(f"holds no optimizer of {name}; it holds {sorted(saved)}")
+        if [g["params"] for g in found[name]] != [g["params"] for g in saved[name]]:
+            raise CheckpointError(f"the optimizer of {name} groups its parameters differently")
+        for group, values in zip(optimizer.param_groups, saved[name], strict=True):
+            for key in values.keys() - {"params"}:
+                value = values[key]
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def optimizer_targets(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], metadata: Metadata
+) -> dict[str, Tensor]:
+    """Tensors to load optimizer state into; afterwards the optimizers hold exactly what was saved.
+
+    State keeps its saved dtype and takes the sharding of its parameter.
+    """
+    table = {}
+    for name, optimizer in optimizers.items():
+        parameters = _parameters(models[name], optimizer)
+        old = dict(optimizer.state)
+        optimizer.state.clear()
+        prefix = f"optimizer.{name}."
+        for entry in sorted(metadata.state_dict_metadata):
+            if not entry.startswith(prefix):
+                continue
+            key, _, state = entry.removeprefix(prefix).rpartition(".")
+            if key not in parameters:
+                raise CheckpointError(f"{entry}: {name} has no such parameter")
+            parameter = parameters[key]
+            saved = cast(TensorStorageMetadata, metadata.state_dict_metadata[entry])
+            tensor = old.get(parameter, {}).get(state)
+            if not isinstance(tensor, Tensor) or tensor.dtype != saved.properties.dtype:
+                device = home_device(models[name], parameter)
+                tensor = _new_state(optimizer, parameter, state, saved, device)
+            optimizer.state[parameter][state] = table[entry] = tensor
+    return table
+
+
+def _new_state(
+    optimizer: Optimizer,
+    parameter: Tensor,
+    state: str,
+    saved: TensorStorageMetadata,
+    device: torch.device,
+) -> Tensor:
+    dtype = saved.properties.dtype
+    if saved.size == parameter.shape and state != "step":
+        return torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    on_device = group.get("fused") or group.get("capturable")
+    return torch.zeros(saved.size, dtype=dtype, device=device if on_device else "cpu")
+
+
+def rng_tensors(rank: int) -> dict[str, Tensor]:
+    """State of torch's random number generators of this rank."""
+    table = {f"rng.{rank}.cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        table[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
+    return table
+
+
+def restore_rng(rank: int, table: Mapping[str, Tensor]) -> None:
+    """Set what `rng_tensors` returned."""
+    torch.set_rng_state(table[f"rng.{rank}.cpu"])
+    if f"rng.{rank}.cuda" in table:
+        torch.cuda.set_rng_state(table[f"rng.{rank}.cuda"])
+
+
+def check_names(wanted: Iterable[str], metadata: Metadata) -> None:
+    """Raise CheckpointError, with examples, when entries are missing."""
+    missing = sorted(set(wanted) - set(metadata.state_dict_metadata))
+    if missing:
+        raise CheckpointError(f"lacks {len(missing)} tensors, for example {missing[0]}")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def stage(table: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of all tensors in host memory, sharded as before.
+
+    `buffers` (by name; pinned where the source is on a device) is filled, and reused by the next
+    call. Returns when the copies are complete.
+    """
+    staged = {}
+    for name, tensor in table.items():
+        local = local_part(tensor).detach()
+        host = buffers.get(name)
+        if host is None or host.shape != local.shape or host.dtype != local.dtype:
+            host = torch.empty(
+                local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda
+            )
+            buffers[name] = host
+        host.copy_(local, non_blocking=True)
+        staged[name] = (
+            DTensor(host, tensor._spec, requires_grad=False)  # pyright: ignore
+            if isinstance(tensor, DTensor)
+            else host
+        )
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+    return staged
+
+
+def _parameters(
+    module: nn.Module, optimizer: Optimizer, group: Mapping[str, Any] | None = None
+) -> dict[str, nn.Parameter]:
+    """The optimizer's (or one group's) parameters by name, in the module's order."""
+    groups = optimizer.param_groups if group is None else [group]
+    held = {id(p) for g in groups for p in g["params"]}
+    return {name: p for name, p in module.named_parameters() if id(p) in held}
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

@@ -1,0 +1,178 @@
+"""Writing one checkpoint over all ranks: beside, agreed, renamed.
+
+Owns the order of writing, and that all ranks succeed or fail together. Runs in a thread while the
+training goes on: it talks on a group of its own and never touches the device. Must not know models.
+"""
+
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from sharding.checkpoint import files as files
+from sharding.checkpoint.export import write_hf
+from sharding.checkpoint.files import CheckpointError, FileRecord
+from sharding.checkpoint.storage import ChecksumWriter
+from sharding.checkpoint.tensors import local_part
+from sharding.mesh import Mesh
+
+logger = logging.getLogger(__name__)
+
+FAILURES = (OSError, RuntimeError, ValueError, TypeError, LookupError, ImportError)
+"""What writing may raise; it must reach the other ranks, or they would wait for this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One save: everything that it needs once the training goes on."""
+
+    step: int
+    table: dict[str, Tensor]
+    documents: dict[str, bytes]
+    """by path inside the checkpoint; rank 0's are written"""
+    metric: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWriter:
+    """Writes jobs into one folder; see Checkpointer for the options."""
+
+    folder: Path
+    mesh: Mesh
+    group: ProcessGroup
+    """gloo, all ranks, used by nothing else"""
+    max_to_keep: int | None
+    keep_best: bool
+    hf_models: tuple[str, ...]
+
+    def write(self, job: Job) -> None:
+        """Write beside, agree, rename. Raises CheckpointError on all ranks or on none."""
+        started = time.monotonic()
+        final = self.folder / f"step_{job.step:08d}"
+        beside = final.with_suffix(".tmp")
+        num_bytes = self._total_bytes(job)
+        try:
+            self._on_rank_0(lambda: self._prepare(beside, num_bytes))
+            records = self._write_tensors(beside, job)
+            self._on_rank_0(lambda: self._commit(beside, final, job, records))
+        except CheckpointError as error:
+            if self.mesh.rank == 0:
+                shutil.rmtree(beside, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint of step {job.step} not written, earlier ones are untouched: {error}"
+            ) from error
+        if self.mesh.rank == 0:
+            took = time.monotonic() - started
+            logger.info("wrote checkpoint %s: %.3f GiB, %.1f s", final, num_bytes / 2**30, took)
+
+    def _total_bytes(self, job: Job) -> int:
+        """Bytes of all ranks' tensors, replicas once."""
+        mine = 0
+        for tensor in job.table.values():
+            local = local_part(tensor)
+            copies = self.mesh.dims.dp_replicate if isinstance(tensor, DTensor) else 1
+            if isinstance(tensor, DTensor) or self.mesh.rank == 0:
+                mine += local.numel() * local.element_size() // copies
+        total = torch.tensor(mine)
+        dist.all_reduce(total, group=self.group)
+        return int(total)
+
+    def _prepare(self, beside: Path, num_bytes: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        files.remove_leftovers(self.folder)
+        needed = int(num_bytes * (1.02 + 0.5 * len(self.hf_models))) + (1 << 24)
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise CheckpointError(
+                f"{self.folder} has {free / 2**30:.3f} GiB free, {needed / 2**30:.3f} GiB needed"
+            )
+        (beside / files.TENSORS).mkdir(parents=True)
+
+    def _write_tensors(self, beside: Path, job: Job) -> dict[str, FileRecord]:
+        """All ranks' tensor files; their records by path inside the checkpoint."""
+        writer = ChecksumWriter(beside / files.TENSORS)
+        try:
+            save(job.table, storage_writer=writer, process_group=self.group)
+        except CheckpointException as error:  # raised on all ranks when any fails
+            self._agree(str(writer.error) if writer.error else None)
+            raise CheckpointError(causes(error)) from error
+        written: list[dict[str, FileRecord]] = [{}] * self.mesh.dims.world_size
+        dist.all_gather_object(written, writer.records, group=self.group)
+        return {
+            f"{files.TENSORS}/{name}": record
+            for records in written
+            for name, record in records.items()
+        }
+
+    def _commit(self, beside: Path, final: Path, job: Job, records: dict[str, FileRecord]) -> None:
+        """Rank 0, when all tensors are durable: the rest of the files, then the names."""
+        for name, content in job.documents.items():
+            (beside / name).parent.mkdir(parents=True, exist_ok=True)
+            records[name] = files.write_durably(beside / name, content)
+        for model in self.hf_models:
+            write_hf(beside, beside / f"hf_{model}", model=model)
+            records |= files.record_files(beside / f"hf_{model}", beside)
+        files.sync_folder(beside / files.TENSORS)
+        files.write_manifest(
+            beside, records, {"step": job.step, "metric": job.metric, "saved_at": time.time()}
+        )
+        if final.exists():
+            files.set_aside(final)
+        beside.rename(final)
+        files.sync_folder(self.folder)
+        files.write_durably(self.folder / files.LATEST, f"{final.name}\n".encode())
+        try:
+            self._prune()
+            files.remove_leftovers(self.folder)
+        except OSError as error:
+            logger.warning("an old checkpoint could not be deleted: %s", error)
+
+    def _prune(self) -> None:
+        """Set aside all but the newest, and the best if asked."""
+        if self.max_to_keep is None:
+            return
+        metrics = {}
+        for path in files.list_checkpoints(self.folder):
+            with suppress(CheckpointError):  # not one of ours to delete
+                metrics[path] = files.read_manifest(path).get("metric")
+        keep = set(list(metrics)[: max(1, self.max_to_keep)])
+        scored = [p for p, metric in metrics.items() if metric is not None and metric == metric]
+        if self.keep_best and scored:
+            keep.add(max(scored, key=lambda path: metrics[path]))
+        for path in metrics.keys() - keep:
+            files.set_aside(path)
+
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
+        """Run it on rank 0; a failure there is a CheckpointError everywhere."""
+        failure = None
+        if self.mesh.rank == 0:
+            try:
+                action()
+            except FAILURES as error:
+                failure = str(error) or repr(error)
+                logger.debug("writing failed", exc_info=True)
+        self._agree(failure)
+
+    def _agree(self, failure: str | None) -> None:
+        """Raise CheckpointError on all ranks when there is a failure on any."""
+        found: list[str | None] = [None] * self.mesh.dims.world_size
+        dist.all_gather_object(found, failure, group=self.group)
+        failed = {rank: text for rank, text in enumerate(found) if text is not None}
+        if failed:
+            raise CheckpointError("; ".join(f"rank {r}: {text}" for r, text in failed.items()))
+
+
+def causes(error: CheckpointException) -> str:
+    """The failures of all ranks in one line."""
+    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())

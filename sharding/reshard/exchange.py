@@ -1,0 +1,104 @@
+"""The collectives of the reshard and their byte counters.
+
+Owns the process groups of both levels and what one collective of a plan is in torch.distributed.
+Must not know parameters or engines.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from sharding.dims import ParallelDims
+from sharding.mesh import new_group
+from sharding.reshard.geometry import Topology
+from sharding.reshard.plan import Stage
+
+# torch 2.14 has a new name for it and warns at the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass
+class ReshardStats:
+    """Bytes of one run on this rank; received bytes are counted where the collectives start.
+
+    ``internode_lower_bound_bytes`` is this rank's equal share of its node's bound.
+    """
+
+    lower_bound_bytes: int
+    internode_lower_bound_bytes: float
+    num_buckets: int
+    received_bytes: int = 0
+    internode_bytes: int = 0
+    peak_extra_bytes: int = 0
+
+
+class Link(NamedTuple):
+    """A process group, this rank's position in it, and which members are on other nodes."""
+
+    group: dist.ProcessGroup
+    position: int
+    away: tuple[bool, ...]
+
+    def start(self, stage: Stage, out: Tensor, send: Tensor, stats: ReshardStats) -> dist.Work:
+        """Start a collective from ``send`` into ``out``; counts what arrives from other ranks."""
+        sizes = [
+            0 if member == self.position else size * out.element_size()
+            for member, size in enumerate(stage.receive_sizes)
+        ]
+        stats.received_bytes += sum(sizes)
+        stats.internode_bytes += sum(s for s, away in zip(sizes, self.away, strict=True) if away)
+        if stage.kind == "all_gather":
+            work = _all_gather(out, send, group=self.group, async_op=True)
+        else:
+            work = dist.all_to_all_single(
+                out,
+                send,
+                stage.receive_sizes,
+                stage.send_sizes,
+                group=self.group,
+                async_op=True,
+            )
+        assert work is not None
+        return work
+
+
+def topology_of(row: Sequence[int], dims: ParallelDims) -> Topology:
+    """The topology of one shard group, given as global ranks in shard-index order."""
+    return Topology.of(row, tp=dims.rollout_tp, ranks_per_node=dims.ranks_per_node)
+
+
+def make_links(
+    dims: ParallelDims, rank: int, shard_group: dist.ProcessGroup
+) -> tuple[Link | None, Link]:
+    """(across nodes or None, last exchange) of this rank. Collective over all ranks of the job."""
+    cross: Link | None = None
+    inner: Link | None = None
+    for row in dims.shard_rows():
+        topology = topology_of(row, dims)
+        if not topology.two_level:
+            continue
+        for place in zip(*topology.by_node, strict=True):
+            cross = _new_link([row[s] for s in place], dims, rank) or cross
+        for members in topology.by_node:
+            inner = _new_link([row[s] for s in members], dims, rank) or inner
+    if inner is None:
+        row = next(row for row in dims.shard_rows() if rank in row)
+        inner = _link(shard_group, row, dims, rank)
+    return cross, inner
+
+
+def _new_link(ranks: Sequence[int], dims: ParallelDims, rank: int) -> Link | None:
+    """A new group in the given order; None on ranks outside of it."""
+    group = new_group(ranks)
+    return _link(group, ranks, dims, rank) if rank in ranks else None
+
+
+def _link(group: Any, ranks: Sequence[int], dims: ParallelDims, rank: int) -> Link:
+    members = dist.get_process_group_ranks(group)
+    assert members == list(ranks), f"group of {members} where the plan has {list(ranks)}"
+    node = rank // dims.ranks_per_node
+    away = tuple(member // dims.ranks_per_node != node for member in ranks)
+    return Link(group, members.index(rank), away)

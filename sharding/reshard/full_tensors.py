@@ -1,0 +1,97 @@
+"""Full tensors under checkpoint names: the way into an engine that has no layout table.
+
+Owns the assembly of whole parameters from the buckets of the reshard and their conversion to the
+names of a checkpoint. Must not know engines.
+"""
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from sharding.layout import whole_layout
+from sharding.mesh import Mesh
+from sharding.reshard.exchange import ReshardStats
+from sharding.reshard.resharder import Resharder
+from sharding.reshard.shards import named_shards
+
+NamedTensors = list[tuple[str, Tensor]]
+_LAYER = re.compile(r"^.*?\.\d+\.")
+
+
+class FullTensors:
+    """Gathers an FSDP2 module whole on every rank, some layers at a time.
+
+    Construction and ``batches`` are collective as those of Resharder. A batch ends with the first
+    layer that fills ``bucket_mib``, so that conversions that join or split the tensors of a layer
+    (experts of a mixture) see all of them; the memory is two buckets, one batch and one layer.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, *, dtype: torch.dtype, bucket_mib: float):
+        self._module, self._dtype, self._device = module, dtype, mesh.device
+        self._shapes = {name: p.shape for name, p in named_shards(module)}
+        self._batch_bytes = int(bucket_mib * 2**20)
+        layouts = [whole_layout(self._shapes)] * mesh.dims.rollout_tp
+        self._resharder = Resharder.from_layouts(
+            module, mesh, layouts, dtype=dtype, bucket_mib=bucket_mib
+        )
+
+    @property
+    def stats(self) -> ReshardStats:
+        """Bytes of the last pass."""
+        return self._resharder.stats
+
+    def batches(self) -> Iterator[NamedTensors]:
+        """Batches of (checkpoint name, tensor); each tensor belongs to the consumer."""
+        batch: dict[str, Tensor] = {}
+        layer = size = 0
+        for name, tensor in self._whole():
+            if _layer(name) != layer and size >= self._batch_bytes:
+                yield self._converted(batch)
+                batch, size = {}, 0
+            layer = _layer(name)
+            batch[name] = tensor
+            size += tensor.numel() * tensor.element_size()
+        if batch:
+            yield self._converted(batch)
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters one after the other as their last element arrives."""
+        open_: dict[str, Tensor] = {}
+        missing: dict[str, int] = {}
+        for bucket in self._resharder.buckets():
+            for entry, block in bucket.views():
+                name = entry.target
+                if name not in open_:
+                    shape = self._shapes[name]
+                    open_[name] = torch.empty(shape, dtype=self._dtype, device=self._device)
+                    missing[name] = open_[name].numel()
+                view = open_[name].view(self._resharder.layout.targets[name])
+                rows = slice(entry.dst_row, entry.dst_row + entry.rows)
+                view[rows, entry.dst_col : entry.dst_col + entry.cols].copy_(block)
+                missing[name] -= block.numel()
+            for name in [name for name in open_ if missing[name] == 0]:
+                yield name, open_.pop(name)
+
+    def _converted(self, batch: dict[str, Tensor]) -> NamedTensors:
+        """Checkpoint names and shapes; live names stay where transformers has no conversion."""
+        from transformers import PreTrainedModel
+        from transformers.core_model_loading import revert_weight_conversion
+
+        if isinstance(self._module, PreTrainedModel):
+            batch = revert_weight_conversion(self._module, batch)
+        return list(batch.items())
+
+
+def full_tensors(
+    module: nn.Module, mesh: Mesh, *, dtype: torch.dtype, bucket_mib: float
+) -> Iterator[NamedTensors]:
+    """One pass of FullTensors."""
+    return FullTensors(module, mesh, dtype=dtype, bucket_mib=bucket_mib).batches()
+
+
+def _layer(name: str) -> str:
+    """Prefix up to the first number: "model.layers.3."; the name itself outside of layers."""
+    match = _LAYER.match(name)
+    return match[0] if match else name

@@ -1,0 +1,94 @@
+"""This rank's shards of an FSDP2 module, as rectangles that can be packed into a flat buffer.
+
+Owns what is read from FSDP: names, placements, local tensors. Must not know who needs a shard.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from sharding.fsdp import reshard
+from sharding.layout import view_2d
+from sharding.reshard.geometry import Piece, Source
+
+_WRAPPER = "_checkpoint_wrapped_module."
+
+
+def named_shards(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters under their Hugging Face names; tied ones once, checkpoint wrappers left out."""
+    return [(name.replace(_WRAPPER, ""), p) for name, p in module.named_parameters()]
+
+
+def source_of(name: str, parameter: Tensor) -> Source:
+    """How FSDP2 shards a parameter: the dim of the last (shard) axis; plain tensors are whole."""
+    dim = 0
+    if isinstance(parameter, DTensor):
+        placement = parameter.placements[-1]
+        assert isinstance(placement, Shard), (name, parameter.placements)
+        dim = placement.dim
+        assert dim == 0 or (dim == 1 and parameter.ndim == 2), (name, parameter.placements)
+    return Source(name, *view_2d(parameter.shape), dim)
+
+
+class Shards:
+    """The local tensors [rows, cols] of all parameters, valid until the next training step.
+
+    FSDP units that are still gathered are freed first. ``held``: the rectangle of each parameter
+    that the plan expects here.
+    """
+
+    def __init__(self, module: nn.Module, held: Sequence[tuple[int, int, int, int]]):
+        reshard(module)
+        self._held = held
+        self._local: list[Tensor] = []
+        for (name, parameter), (_, _, rows, cols) in zip(named_shards(module), held, strict=True):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            assert local.numel() == rows * cols, (name, tuple(local.shape), rows, cols)
+            self._local.append(local.detach().reshape(rows, cols))
+
+    def pack(self, out: Tensor, pieces: Sequence[Piece], relayed: Mapping[Piece, Tensor]) -> int:
+        """Copy pieces one after the other into ``out``, cast to its dtype, without a host sync.
+
+        Pieces that came over the network are in ``relayed``. Shards that are offloaded to the host
+        come to the device one parameter at a time; returns the bytes of the largest such copy.
+        """
+        blocks = out.split([piece.size for piece in pieces]) if pieces else ()
+        ready: list[tuple[Tensor, Tensor]] = []
+        offloaded: dict[int, list[tuple[Piece, Tensor]]] = {}
+        for piece, flat in zip(pieces, blocks, strict=True):
+            block = flat.view(piece.rows, piece.cols)
+            if piece in relayed:
+                ready.append((block, relayed[piece].view(piece.rows, piece.cols)))
+            elif self._local[piece.source].device == out.device:
+                ready.append((block, self._rectangle(piece)))
+            else:
+                offloaded.setdefault(piece.source, []).append((piece, block))
+        if ready:
+            _copy(*zip(*ready, strict=True))
+        return max((self._copy_staged(group) for group in offloaded.values()), default=0)
+
+    def _rectangle(self, piece: Piece) -> Tensor:
+        row, col = self._place(piece)
+        return self._local[piece.source][row : row + piece.rows, col : col + piece.cols]
+
+    def _place(self, piece: Piece) -> tuple[int, int]:
+        row, col = self._held[piece.source][:2]
+        return piece.row - row, piece.col - col
+
+    def _copy_staged(self, group: Sequence[tuple[Piece, Tensor]]) -> int:
+        """Bring the local rows that a group of one parameter's pieces spans to the device."""
+        places = [self._place(piece) for piece, _ in group]
+        first = min(row for row, _ in places)
+        last = max(row + piece.rows for (row, _), (piece, _) in zip(places, group, strict=True))
+        rows = self._local[group[0][0].source][first:last]
+        staged = rows.to(group[0][1].device, non_blocking=True)
+        for (row, col), (piece, block) in zip(places, group, strict=True):
+            block.copy_(staged[row - first : row - first + piece.rows, col : col + piece.cols])
+        return staged.numel() * staged.element_size()
+
+
+def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateImportUsage]

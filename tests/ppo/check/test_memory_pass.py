@@ -1,0 +1,137 @@
+"""The predicted memory of a training pass against the peak of live tensors of a real one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ppo.check.memory_pass import Pass, ShardedModel, total, training_pass
+from ppo.config import FsdpConfig, ModelConfig
+from ppo.config.sections.model import MixedPrecisionConfig
+from ppo.model_shapes import find_shape
+from tests.distributed import run_distributed
+
+TOKENS = 1024
+CPU = torch.device("cpu")
+CASES = [
+    # sp, param_dtype, gradient checkpointing, model
+    (1, "float32", True, "actor"),
+    (1, "float32", False, "actor"),
+    (1, "bfloat16", True, "actor"),
+    (2, "float32", True, "actor"),
+    (2, "bfloat16", False, "critic"),
+]
+
+
+def _save(path: Path, **sizes: int) -> Path:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config: Any = Qwen2Config(tie_word_embeddings=True, **sizes)  # type: ignore[arg-type]
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return _save(
+        tmp_path_factory.mktemp("model"),
+        vocab_size=4096,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+
+
+def measured_and_predicted(rank: int, world_size: int, folder: Path) -> list[tuple[float, float]]:
+    return [_case(world_size, folder, *case) for case in CASES]
+
+
+def _case(
+    world_size: int,
+    folder: Path,
+    sp: int,
+    dtype: str,
+    checkpointing: bool,
+    kind: str,
+    *,
+    device: torch.device = CPU,
+    tokens: int = TOKENS,
+) -> tuple[float, float]:
+    """Bytes of the second step, two micro-batches of `tokens` tokens a rank."""
+    from ppo.models.build import build_causal_lm, build_value_model
+    from sharding.dims import ParallelDims
+    from sharding.mesh import build_mesh
+    from tests.peak_memory import PeakTracker
+
+    dims = ParallelDims(world_size=world_size, ranks_per_node=world_size, sp=sp)
+    mesh = build_mesh(dims, device)
+    fsdp = FsdpConfig(mixed_precision=MixedPrecisionConfig(param_dtype=dtype))  # type: ignore[arg-type]
+    module = (build_value_model if kind == "critic" else build_causal_lm)(
+        folder,
+        mesh,
+        model_config=ModelConfig(path=str(folder)),
+        fsdp_config=fsdp,
+        checkpointing=checkpointing,
+        forward_only=False,
+        dtype=torch.float32,
+    )
+    optimizer = torch.optim.AdamW(module.parameters())
+    inputs: dict[str, Any] = {
+        "input_ids": torch.randint(0, 4096, (1, tokens)),
+        "position_ids": torch.arange(tokens)[None] + tokens * mesh.sp_rank,
+        "cu_seqlens": torch.tensor([0, tokens * sp]),
+        "positions": torch.arange(tokens),
+    }
+    if kind != "critic":
+        inputs |= {"labels": torch.randint(0, 4096, (tokens,)), "temperature": 1.0}
+    on_device = inputs.keys() - {"cu_seqlens", "temperature"}
+    inputs |= {name: inputs[name].to(device) for name in on_device}
+    for _ in range(2):
+        with PeakTracker(device) as tracker:
+            tracker.watch(module.parameters())
+            tracker.watch(x for state in optimizer.state.values() for x in state.values())
+            for _ in range(2):
+                output = module(**inputs)
+                (output if kind == "critic" else output.logprobs).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    found = find_shape(str(folder))
+    assert found is not None
+    model = ShardedModel(name=kind, shape=found[0], fsdp=fsdp, shard_size=dims.shard_size, master=4)
+    run = Pass(
+        tokens=tokens,
+        sp=sp,
+        checkpointing=checkpointing,
+        accumulates=True,
+        cuda=device.type == "cuda",
+    )
+    static = model.shard_params * 3 * 4  # parameters and Adam's moments
+    return tracker.peak_bytes, static + total(training_pass(model, run))
+
+
+@pytest.mark.distributed
+def test_the_prediction_is_within_a_tenth_below_and_a_quarter_above_the_measured_peak(folder):
+    for results in run_distributed(measured_and_predicted, 2, folder):
+        for case, (measured, predicted) in zip(CASES, results, strict=True):
+            assert 0.9 < predicted / measured < 1.25, (case, measured, predicted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("kind", ["actor", "critic"])
+def test_the_prediction_holds_for_what_a_gpu_gives_out(tmp_path, checkpointing, kind):
+    from sharding.mesh import init_distributed
+
+    # large enough that the workspaces of matrix products do not matter
+    sizes = {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 4096}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
+    folder = _save(tmp_path / "model", num_hidden_layers=4, **sizes, **heads)
+    device = torch.device("cuda", 0)
+    with init_distributed(device):
+        measured, predicted = _case(
+            1, folder, 1, "bfloat16", checkpointing, kind, device=device, tokens=8192
+        )
+    assert 0.8 < predicted / measured < 1.3, (measured, predicted)

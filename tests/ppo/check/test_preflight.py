@@ -1,0 +1,306 @@
+"""`--check`: right arithmetic, honest predictions, no heavy imports, every problem in one go."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ppo.check.memory_phases import GIB, Plan, host_bytes, kv_cache, micro_tokens, phases
+from ppo.check.preflight import check_shapes, run_check
+from ppo.config import Config, ConfigError, load_config, parse_args
+from ppo.model_shapes import TINY, ModelShape, find_shape, parse_shape
+
+ROOT = Path(__file__).resolve().parents[3]
+PRESETS = sorted(path.name for path in (ROOT / "configs").glob("*po*.yaml"))
+REQUIRED = ["model.path=tiny", "data.train_files=tiny"]
+
+# Numbers of parameters on the models' pages, counted from their checkpoints.
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-14B-Instruct": 14_770_033_664,
+    "Qwen/Qwen2.5-32B-Instruct": 32_763_876_352,
+    "Qwen/Qwen2.5-72B-Instruct": 72_706_203_648,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "google/gemma-2-2b-it": 2_614_341_888,
+    "google/gemma-2-9b-it": 9_241_705_984,
+    "google/gemma-2-27b-it": 27_227_128_320,
+    "google/gemma-3-270m-it": 268_098_176,
+    "google/gemma-3-1b-it": 999_885_952,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": 1_711_376_384,
+}
+
+
+def shape_of(path: str) -> ModelShape:
+    found = find_shape(path)
+    assert found is not None
+    return found[0]
+
+
+def plan(
+    *overrides: str,
+    model: str = "tiny",
+    reward_model: str | None = None,
+    ranks: int = 8,
+    nodes: int = 1,
+    gib: float = 80,
+) -> Plan:
+    config: Config = load_config(None, [*REQUIRED, *overrides])
+    return Plan(
+        config=config,
+        dims=config.dims(ranks * nodes, ranks),
+        actor=shape_of(model),
+        critic=shape_of(model),
+        reward_model=shape_of(reward_model) if reward_model else None,
+        cuda=config.trainer.device != "cpu",
+        sglang=config.rollout.engine != "torch",
+        device_bytes=gib * GIB,
+    )
+
+
+def peak(plan: Plan, phase: str) -> float:
+    return next(found.bytes for found in phases(plan) if found.name == phase)
+
+
+def item(plan: Plan, phase: str, name: str) -> float:
+    (found,) = [p for p in phases(plan) if p.name == phase]
+    return sum(entry.bytes for entry in found.items if entry.name.startswith(name))
+
+
+def test_a_reward_model_is_on_the_device_only_while_it_scores():
+    seven_b = plan(model="Qwen/Qwen2.5-7B-Instruct", reward_model="Qwen/Qwen2.5-7B-Instruct")
+    shape = shape_of("Qwen/Qwen2.5-7B-Instruct")
+    # bfloat16 over 8 ranks, without the output head, with a value head
+    params = (shape.num_params - shape.embedding_params + shape.hidden_size) * 2 / 8
+    for phase in phases(seven_b):
+        held = item(seven_b, phase.name, "reward model parameters")
+        assert held == (pytest.approx(params) if phase.name == "reward model" else 0), phase.name
+    on_host = next(x for x in host_bytes(seven_b) if x.name == "reward model parameters")
+    assert on_host.bytes == pytest.approx(8 * params)
+    assert item(seven_b, "reward model", "log-probs") == 0
+    assert "reward model" not in [phase.name for phase in phases(plan())]
+
+
+@pytest.mark.parametrize("path", PUBLISHED)
+def test_the_number_of_parameters_is_the_published_one(path):
+    assert shape_of(path).num_params == PUBLISHED[path]
+
+
+def test_a_folder_with_config_json_is_read_without_the_table(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"num_hidden_layers": 3}))
+    shape, where = find_shape(str(tmp_path)) or pytest.fail()
+    assert shape.num_layers == 3
+    assert where == str(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="hidden_size"):
+        parse_shape({"num_hidden_layers": 1})
+    assert find_shape("SomeOrganisation/unknown") is None
+
+
+def test_a_mixture_of_experts_counts_all_experts_and_computes_some():
+    shape = parse_shape(
+        TINY | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32, "head_dim": 8}
+    )  # fmt: skip
+    # q, o 64 x 64; k, v 64 x 32; q and k norms; two norms; 4 experts; router
+    assert shape.layer_params == 2 * 4096 + 2 * 2048 + 16 + 128 + 4 * 3 * 64 * 32 + 4 * 64
+    assert shape.intermediate_size == 64
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_passes_the_check(name, capsys):
+    assert run_check(parse_args(["--config", name, "--check"])) == 0
+    out = capsys.readouterr().out
+    assert "DOES NOT FIT" not in out
+    assert "predicted peak memory" in out
+    assert "warnings" not in out
+
+
+def test_the_check_takes_seconds_and_imports_no_torch(tmp_path):
+    code = (
+        "import sys; from ppo.config import parse_args; from ppo.check.preflight import run_check;"
+        "run_check(parse_args(sys.argv[1:]));"
+        "heavy = {'torch', 'transformers', 'sglang'} & set(sys.modules); sys.exit(str(heavy))"
+    )
+    start = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-c", code, "--config", "ppo.yaml", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert time.monotonic() - start < 5
+    assert run.stderr.strip() == "set()"
+
+
+def test_every_problem_is_reported_with_exit_code_2(capsys):
+    code = run_check(
+        parse_args(
+            ["--config", "ppo.yaml", "--check", "actor.lr=1", "rollout.n=x", "nonsense=1",
+             "actor.ulysses_sequence_parallel_size=3", "data.train_batch_size=1000"]
+        )
+    )  # fmt: skip
+    assert code == 2
+    report = capsys.readouterr().err
+    for part in ("5 problems", "actor.lr", "rollout.n", "nonsense", "possible: 1, 2, 4, 8",
+                 "must divide data.train_batch_size (1000)"):  # fmt: skip
+        assert part in report
+
+
+def test_absent_files_are_listed_and_are_no_problem(tmp_path, capsys):
+    assert (
+        run_check(parse_args(["--config", "ppo.yaml", "--check", f"data.train_files={tmp_path}/x"]))
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert "not checked" in out
+    assert f"{tmp_path}/x" in out
+
+
+def test_options_of_the_command_line_replace_the_check_section(capsys):
+    arguments = ["--config", "ppo_tiny.yaml", "--check", "--nnodes", "2", "--nproc_per_node", "4"]
+    assert run_check(parse_args(arguments)) == 0
+    out = capsys.readouterr().out
+    assert "2 nodes x 4 ranks" in out
+    assert "dp_replicate 2 x dp_shard 4 x sp 1   HYBRID_SHARD" in out
+    assert run_check(parse_args([*arguments, "--device_memory_gib", "0.001"])) == 2
+    assert "check.device_memory_gib" in capsys.readouterr().err
+    for option in ("--nnodes", "--nproc_per_node", "--device_memory_gib"):
+        with pytest.raises(ConfigError, match=f"{option}.*0: must be"):
+            parse_args(["--config", "ppo.yaml", "--check", option, "0"])
+
+
+def test_batch_arithmetic_is_printed(capsys):
+    arguments = ["--config", "ppo.yaml", "--check", "rollout.n=2", "actor.ppo_epochs=2"]
+    run_check(parse_args(arguments))
+    out = capsys.readouterr().out
+    assert "1024 prompts x 2 responses = 2048 sequences of up to 1024 tokens" in out
+    assert "generation: 256 sequences per engine, 256 at once" in out
+    assert (
+        "actor: 4 mini-batches of 256 prompts (512 sequences, about 64 per sp group) x 2 epochs = "
+        "8 optimizer steps"
+    ) in out
+    assert "= 16384 per row: at most about 4 micro-batches per mini-batch" in out
+
+
+def test_static_memory_is_sixteen_bytes_a_parameter_over_the_shards():
+    seven = plan(model="Qwen/Qwen2.5-7B-Instruct")
+    static = sum(
+        item(seven, "train actor", name)
+        for name in ("actor parameters", "actor Adam moments", "gradients")
+    )
+    assert static == pytest.approx(16 * 7_615_616_512 / 8)
+    assert item(seven, "train actor", "critic Adam") == pytest.approx(
+        8 * (7_615_616_512 - 152_064 * 3584 + 3584) / 8
+    )
+    offloaded = plan(
+        "actor.fsdp.optimizer_offload=true", "actor.fsdp.param_offload=true",
+        model="Qwen/Qwen2.5-7B-Instruct",
+    )  # fmt: skip
+    assert item(offloaded, "train actor", "critic") == 0
+    assert item(offloaded, "generate", "actor") == 0
+    assert item(offloaded, "train actor", "actor Adam moments") > 0
+
+
+def test_hybrid_sharding_holds_a_nodes_share():
+    hybrid, full = plan(nodes=2), plan("actor.fsdp.fsdp_size=16", nodes=2)
+    assert item(hybrid, "train actor", "gradients") == 2 * item(full, "train actor", "gradients")
+
+
+def test_the_kv_cache_takes_what_weights_leave_of_its_share():
+    seven = plan("rollout.tensor_model_parallel_size=4", model="Qwen/Qwen2.5-7B-Instruct")
+    tokens, size = kv_cache(seven)
+    # 28 layers x 2 x (4 kv heads / 4) x 128 x 2 bytes
+    assert size == tokens * 14336
+    weights = 7_615_616_512 * 2 / 4
+    assert tokens == (0.6 * 80 * GIB - weights) // 14336
+    repeated = plan("rollout.tensor_model_parallel_size=8", model="Qwen/Qwen2.5-7B-Instruct")
+    tokens, size = kv_cache(repeated)
+    assert size == tokens * 14336
+
+
+def test_a_share_without_room_for_one_sequence_is_a_problem(capsys):
+    arguments = ["--config", "ppo.yaml", "--check", "rollout.gpu_memory_utilization=0.1"]
+    assert run_check(parse_args(arguments)) == 2
+    assert "rollout.gpu_memory_utilization" in capsys.readouterr().err
+
+
+def test_degrees_that_the_heads_do_not_allow_are_a_problem():
+    config = load_config(
+        None,
+        ["model.path=Qwen/Qwen2.5-7B-Instruct", "data.train_files=tiny",
+         "actor.ulysses_sequence_parallel_size=8", "rollout.tensor_model_parallel_size=8"],
+    )  # fmt: skip
+    found = [str(problem) for problem in check_shapes(config, config.dims(8, 8))]
+    assert len(found) == 2
+    assert all("28 attention and 4 kv heads" in line for line in found)
+    assert all("possible: 1, 2, 4, 28" in line for line in found)
+
+
+def test_micro_batches_hold_the_budget_or_the_longest_sequence():
+    long = ["data.max_prompt_length=1000", "data.max_response_length=3000"]
+
+    def tokens(*overrides: str) -> int:
+        made = plan(*long, *overrides, "actor.ppo_mini_batch_size=64")
+        return micro_tokens(made, made.config.actor)
+
+    assert tokens("actor.ppo_max_token_len_per_gpu=10000") == 10000
+    assert tokens("actor.ppo_max_token_len_per_gpu=100") == 4000
+    assert tokens("actor.ppo_max_token_len_per_gpu=1000000") == 8 * 4000
+    sp = "actor.ulysses_sequence_parallel_size=4"
+    assert tokens("actor.ppo_max_token_len_per_gpu=100", sp) == 1000
+    count = ["actor.use_dynamic_bsz=false", "actor.ppo_micro_batch_size_per_gpu=2"]
+    assert tokens(*count) == 8000
+    assert tokens(*count, sp) == 2000
+    assert tokens("actor.use_dynamic_bsz=false") == 8 * 4000
+
+
+def test_sequence_parallelism_makes_a_long_sequence_fit(capsys):
+    arguments = [
+        "--config", "ppo_tiny.yaml", "--check", "--nproc_per_node=4", "--device_memory_gib=0.1",
+        "data.max_response_length=32736", "actor.ppo_mini_batch_size=4", "data.train_batch_size=4",
+        "algorithm.adv_estimator=grpo", "rollout.n=2", "rollout.max_num_seqs=1",
+    ]  # fmt: skip
+    assert run_check(parse_args(arguments)) == 2
+    report = capsys.readouterr().err
+    assert "train actor needs" in report
+    assert "a single sequence is that long: raise actor.ulysses_sequence_parallel_size" in report
+    assert run_check(parse_args([*arguments, "actor.ulysses_sequence_parallel_size=4"])) == 0
+
+
+def test_checkpointing_offload_and_sharding_each_lower_the_peak():
+    model = "Qwen/Qwen2.5-7B-Instruct"
+    usual = peak(plan(model=model), "train actor")
+    worse = (
+        "model.enable_gradient_checkpointing=false",
+        "actor.fsdp.reshard_after_forward=false",
+        "rollout.free_cache_engine=false",
+    )
+    for override in worse:
+        assert peak(plan(override, model=model), "train actor") > usual
+    better = (
+        "model.enable_activation_offload=true",
+        "actor.fsdp.optimizer_offload=true",
+        "actor.fsdp.offload_policy=true",
+        "actor.ppo_max_token_len_per_gpu=4096",
+    )
+    for override in better:
+        assert peak(plan(override, model=model), "train actor") < usual

@@ -1,0 +1,175 @@
+"""Rules over several keys, ranks and files: every violation is found and says what to change."""
+
+import json
+
+import pytest
+
+from ppo.check.files import missing_files, to_download
+from ppo.check.rules import check_config
+from ppo.check.warnings import config_warnings
+from ppo.config import Config, load_config
+
+REQUIRED = ["model.path=tiny", "data.train_files=tiny"]
+
+
+def load(*overrides: str) -> Config:
+    return load_config(None, [*REQUIRED, *overrides])
+
+
+def problems(*overrides: str, world_size: int = 8, ranks_per_node: int = 8) -> list[str]:
+    found = check_config(load(*overrides), world_size=world_size, ranks_per_node=ranks_per_node)
+    return [str(problem) for problem in found]
+
+
+def test_the_defaults_are_right():
+    assert problems() == []
+    assert config_warnings(load(), world_size=8) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "words"),
+    [
+        (["data.train_batch_size=100", "actor.ppo_mini_batch_size=30"],
+         "actor.ppo_mini_batch_size", ["divide data.train_batch_size (100)", "use 25 or 50"]),
+        (["critic.ppo_mini_batch_size=100"],
+         "critic.ppo_mini_batch_size", ["(1024)", "use 64 or 128"]),
+        (["actor.ulysses_sequence_parallel_size=3"],
+         "actor.ulysses_sequence_parallel_size", ["possible: 1, 2, 4, 8"]),
+        (["actor.fsdp.fsdp_size=3"], "actor.fsdp.fsdp_size", ["possible: 1, 2, 4, 8"]),
+        (["rollout.tensor_model_parallel_size=3"],
+         "rollout.tensor_model_parallel_size", ["8 ranks of a node", "possible: 1, 2, 4, 8"]),
+        (["critic.fsdp.fsdp_size=2"], "critic.fsdp.fsdp_size", ["actor.fsdp.fsdp_size (8)"]),
+        (["ref.fsdp.fsdp_size=2"], "ref.fsdp.fsdp_size", ["share one mesh"]),
+        (["critic.ulysses_sequence_parallel_size=2"],
+         "critic.ulysses_sequence_parallel_size", ["share one mesh"]),
+        (["critic.enable=false"], "critic.enable", ["needs a critic"]),
+        (["algorithm.adv_estimator=grpo"], "rollout.n", ["grpo compares", "rollout.n=8"]),
+        (["algorithm.adv_estimator=rloo"], "rollout.n", ["rloo compares", "rollout.n=8"]),
+        (["rollout.temperature=0"], "rollout.temperature", ["training needs samples"]),
+        (["rollout.max_model_len=512"], "rollout.max_model_len", ["1024"]),
+        (["model.use_remove_padding=false", "actor.ulysses_sequence_parallel_size=2"],
+         "model.use_remove_padding", ["packed"]),
+        (["actor.optim.betas=[0.9]", "critic.optim.betas=[0.9, 0.95]"],
+         "actor.optim.betas", ["two numbers"]),
+        (["algorithm.rollout_correction.icepop=[5, 0.5]"],
+         "algorithm.rollout_correction.icepop", ["lo < hi"]),
+        (["algorithm.kl_ctrl.type=step", "algorithm.kl_ctrl.min=11"],
+         "algorithm.kl_ctrl.min", ["algorithm.kl_ctrl.max"]),
+        (["trainer.val_only=true"], "data.val_files", ["validation data"]),
+        (["trainer.keep_best=val-core/tiny/reward/mean@1"], "trainer.keep_best", ["val_files"]),
+        (["reward.function.style=trl"], "reward.function.style", ["reward.function.path"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_named_with_a_way_out(overrides, path, words):
+    (found,) = problems(*overrides)
+    assert found.startswith(path)
+    for word in words:
+        assert word in found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "reshard", "nodes", "fix"),
+    [
+        ("FULL_SHARD", -1, True, 1, None),
+        ("FULL_SHARD", -1, True, 2, "fsdp_size=8"),
+        ("FULL_SHARD", 8, True, 2, None),
+        ("HYBRID_SHARD", -1, True, 2, None),
+        ("HYBRID_SHARD", -1, True, 1, "fsdp_size=1 < F < all ranks"),
+        ("HYBRID_SHARD", 2, True, 1, None),
+        ("NO_SHARD", -1, True, 1, "fsdp_size=1"),
+        ("NO_SHARD", 1, True, 1, None),
+        ("SHARD_GRAD_OP", -1, False, 1, None),
+        ("SHARD_GRAD_OP", -1, True, 1, "reshard_after_forward=false"),
+        ("FULL_SHARD", -1, False, 1, "reshard_after_forward=true"),
+    ],
+)
+def test_an_explicit_strategy_must_be_what_the_sizes_amount_to(strategy, size, reshard, nodes, fix):
+    found = problems(
+        f"actor.fsdp.sharding_strategy={strategy}", f"actor.fsdp.fsdp_size={size}",
+        f"actor.fsdp.reshard_after_forward={reshard}",
+        "critic.enable=false", "algorithm.adv_estimator=grpo", "rollout.n=2",
+        "algorithm.use_kl_in_reward=false",
+        ranks_per_node=8 // nodes,
+    )  # fmt: skip
+    assert len(found) == (fix is not None)
+    assert all(fix in line and "contradicts" in line for line in found)
+
+
+def test_one_rank_may_be_called_full_shard_or_no_shard():
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        override = f"actor.fsdp.sharding_strategy={strategy}"
+        assert problems(override, world_size=1, ranks_per_node=1) == []
+
+
+def test_all_problems_are_found_at_once():
+    found = problems(
+        "data.train_batch_size=100", "algorithm.adv_estimator=grpo", "rollout.temperature=0",
+        "actor.ulysses_sequence_parallel_size=3", "rollout.tensor_model_parallel_size=16",
+    )  # fmt: skip
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "word"),
+    [
+        (["model.trust_remote_code=true"], "trust_remote_code"),
+        (["model.dtype=bfloat16"], "small updates are rounded away"),
+        (["actor.ppo_micro_batch_size_per_gpu=2"], "no effect with use_dynamic_bsz"),
+        (["actor.use_kl_loss=true"], "counts twice"),
+        (["algorithm.kl_ctrl.kl_coef=0"], "only measures"),
+        (["data.truncation=left"], "data.truncation has no effect"),
+        (["reward.function.name=f"], "without reward.function.path"),
+        (["rollout.val_kwargs.n=4"], "equal responses"),
+        (["rollout.engine=torch", "rollout.engine_kwargs={a: 1}"], "engine_kwargs has no effect"),
+        (["parallel.align_to_rollout=true"], "align_to_rollout has no effect"),
+        (["actor.ppo_max_token_len_per_gpu=512", "critic.ppo_max_token_len_per_gpu=4096"],
+         "micro-batch of its own"),
+        (["actor.ppo_mini_batch_size=4", "critic.ppo_mini_batch_size=8"], "compute nothing"),
+        (["actor.optim.min_lr_ratio=0.1", "critic.optim.min_lr_ratio=0"], "min_lr_ratio"),
+        (["actor.checkpoint.save_contents=[model]"], "new Adam moments"),
+        (["data.custom_cls.name=Rows"], "custom_cls.name has no effect"),
+        (["trainer.critic_warmup=5", "trainer.total_training_steps=5"], "critic_warmup"),
+        (["rollout.engine=torch", "rollout.free_cache_engine=false"], "always frees"),
+        (["reward.model.path=tiny"], "without reward.model.enable"),
+        (["algorithm.adv_estimator=remax", "algorithm.gamma=0.9"], "adv_estimator remax"),
+        (["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.lam=0.9"], "algorithm.lam"),
+    ],
+)  # fmt: skip
+def test_an_option_without_effect_is_warned_about(overrides, word):
+    found = config_warnings(load(*overrides), world_size=8)
+    assert any(word in line for line in found), found
+    assert len({line.split()[0] for line in found}) <= 2
+
+
+def test_absent_files_are_named_with_their_keys(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({}))
+    found = missing_files(
+        load(
+            f"data.train_files=[{tmp_path}/a.parquet, tiny]", f"data.val_files={tmp_path}/*.jsonl",
+            f"model.path={tmp_path}/nope", f"model.tokenizer_path={tmp_path}/model",
+            f"critic.model.path={tmp_path}/empty", f"reward.function.path={tmp_path}/f.py",
+            f"trainer.resume_mode={tmp_path}/step_1",
+        )
+    )  # fmt: skip
+    assert {(problem.path, problem.rule) for problem in found} == {
+        ("data.train_files", "no such file"),
+        ("data.val_files", "no file matches"),
+        ("model.path", "no such folder"),
+        ("critic.model.path", "the folder has no config.json"),
+        ("reward.function.path", "no such file"),
+        ("trainer.resume_mode", "no such folder"),
+    }
+    assert missing_files(load()) == []
+
+
+def test_a_hub_name_is_downloaded_but_a_missing_folder_of_ours_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    hub = load("model.path=SomeOrganisation/no-such-model")
+    assert missing_files(hub) == []
+    assert [problem.path for problem in to_download(hub)] == ["model.path"]
+    for path in ("models/smollm2", "./org/name", "/org/name", "name", "a/b/c"):
+        assert [problem.path for problem in missing_files(load(f"model.path={path}"))] == [
+            "model.path"
+        ]

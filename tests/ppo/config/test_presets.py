@@ -1,0 +1,56 @@
+"""Every file in configs/ loads, and ppo.yaml is the reference of all keys."""
+
+from pathlib import Path
+
+import pytest
+
+from ppo.config import load_config
+from ppo.config.schema import flatten, schema
+from ppo.config.text import coerce, parse
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+
+def annotated_lines(text: str):
+    """(dotted path, value as text, comment) of every key of ppo.yaml, in order."""
+    sections: list[tuple[int, str]] = []
+    comments: list[str] = []
+    for line in text.splitlines():
+        body, _, comment = line.partition("#")
+        if not body.strip():
+            comments = [*comments, comment.strip()] if comment else []
+            continue
+        indent = len(body) - len(body.lstrip())
+        name, _, value = body.strip().partition(":")
+        sections = [entry for entry in sections if entry[0] < indent]
+        path = ".".join([*(entry[1] for entry in sections), name])
+        if value.strip():
+            yield path, value.strip(), " ".join([*comments, comment.strip()])
+        else:
+            sections.append((indent, name))
+        comments = []
+
+
+def test_ppo_yaml_lists_every_key_with_its_default_and_a_comment():
+    lines = list(annotated_lines((CONFIGS / "ppo.yaml").read_text()))
+    assert [path for path, _, _ in lines] == list(schema())
+    bare = load_config(None, ["model.path=tiny", "data.train_files=tiny"])
+    for path, value, comment in lines:
+        key = schema()[path]
+        inherited = path.startswith(("ref.", "critic.", "reward.model.fsdp.")) and value == "null"
+        assert comment or inherited, path
+        if "(default" in comment or "(required)" in comment:
+            continue
+        if key.derive:
+            assert value == "null", path
+        else:
+            assert coerce(parse(value), key.hint) == flatten(bare)[path], path
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*po*.yaml")), ids=lambda path: path.stem)
+def test_every_preset_loads_and_says_how_it_is_run(path):
+    load_config(path)
+    header = path.read_text().split("\n\n")[0]
+    assert f"--config {path.name}" in header
+    assert "hardware" in header
+    assert "data" in header

@@ -1,0 +1,422 @@
+"""The embedded engine against transformers' own forward and generate, and against itself."""
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from ppo.engines.contract import Completion, Engine, Request, SamplingParams
+from ppo.engines.embedded.engine import TorchEngine
+from ppo.engines.embedded.generation import Generation
+from ppo.engines.embedded.sampling import sample, uniforms
+from ppo.engines.embedded.stop_text import StopText
+from ppo.models.tiny import build_tiny_tokenizer
+from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
+from tests.distributed import run_distributed
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+}
+UNEVEN: dict[str, Any] = SIZES | {"vocab_size": 509}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama, uneven vocabulary": LlamaConfig(**UNEVEN),
+    "qwen2, tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2, one sliding layer": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1
+    ),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "mistral, sliding": MistralConfig(**SIZES, sliding_window=5),
+    "gemma2": Gemma2Config(**SIZES, head_dim=16, sliding_window=6),
+    "gemma3": Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=6),
+}
+
+
+SHARDED = ("qwen2, tied", "gemma3", "llama, uneven vocabulary")
+
+
+def make_model(config: PretrainedConfig) -> Any:
+    """Random weights large enough that the next token is far from uniform."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    return model.eval().requires_grad_(False)
+
+
+def make_requests(number: int, *, samples: int = 1) -> list[Request]:
+    """Prompts of 1 to 20 tokens, sample-major, as rollout.py submits them."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 21, (number,), generator=generator).tolist()
+    prompts = [torch.randint(0, 500, (n,), generator=generator).tolist() for n in lengths]
+    return [Request(1000 * i + s, ids) for s in range(samples) for i, ids in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    with init_distributed(torch.device("cpu")):
+        yield build_mesh(ParallelDims(world_size=1, ranks_per_node=1), torch.device("cpu"))
+
+
+def make_engine(mesh: Mesh, config: PretrainedConfig, **options) -> TorchEngine:
+    defaults: dict[str, Any] = {
+        "dtype": torch.float32,
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "reshard_bucket_mib": 1,
+        "gpu_memory_utilization": 0.6,
+    }
+    return TorchEngine(config, mesh, build_tiny_tokenizer(), **(defaults | options))
+
+
+def drive(work: Iterator[object]) -> None:
+    for _ in work:
+        pass
+
+
+def run(engine: Engine, requests: list[Request], params: SamplingParams) -> list[Completion]:
+    drive(engine.generate(requests, params))
+    return engine.completions
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return make_model(CONFIGS["qwen2, tied"])
+
+
+@pytest.fixture
+def engine(mesh: Mesh, reference: nn.Module) -> Iterator[TorchEngine]:
+    engine = make_engine(mesh, CONFIGS["qwen2, tied"])
+    drive(engine.wake(reference))
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_and_logprobs_equal_transformers(mesh, name):
+    model, requests = make_model(CONFIGS[name]), make_requests(5)
+    engine = make_engine(mesh, CONFIGS[name], max_num_seqs=3)
+    drive(engine.wake(model))
+    params = SamplingParams(temperature=0, max_new_tokens=14, stop_token_ids=tuple(range(9)))
+    for request, completion in zip(requests, run(engine, requests, params), strict=True):
+        ids = torch.tensor([request.prompt_ids])
+        expected = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=14,
+            do_sample=False,
+            eos_token_id=list(range(9)),
+            pad_token_id=0,
+        )[0, ids.shape[1] :].tolist()
+        assert completion.response_ids == expected
+        logits = model(torch.tensor([request.prompt_ids + expected])).logits[0]
+        expected_logprobs = logits[ids.shape[1] - 1 : -1].log_softmax(-1)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs),
+            expected_logprobs[range(len(expected)), expected],
+            rtol=0,
+            atol=2e-5,
+        )
+    engine.close()
+
+
+def test_samples_are_those_of_the_noise_and_a_plain_forward(engine, reference):
+    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, max_new_tokens=6, seed=5, step=3)
+    requests = make_requests(4)
+    for request, completion in zip(requests, run(engine, requests, params), strict=True):
+        ids = list(request.prompt_ids)
+        for position, token in enumerate(completion.response_ids):
+            logits = reference(torch.tensor([ids])).logits[:, -1]
+            noise = uniforms(torch.tensor([request.uid]), torch.tensor(position), seed=5, step=3)
+            expected = sample(logits, noise, temperature=0.7, top_p=0.9, top_k=40)
+            assert token == expected.tokens.item()
+            logprob = (logits / 0.7).log_softmax(-1)[0, token]
+            assert completion.logprobs[position] == pytest.approx(logprob.item(), abs=2e-5)
+            ids.append(token)
+
+
+def test_samples_do_not_depend_on_the_batch_they_are_made_in(mesh, reference):
+    params = SamplingParams(max_new_tokens=20, stop_token_ids=tuple(range(20)), seed=1)
+    requests = make_requests(6, samples=3)
+    results = []
+    for rows, order in ((64, 1), (1, 1), (5, 1), (5, -1)):
+        engine = make_engine(mesh, CONFIGS["qwen2, tied"], max_num_seqs=rows)
+        drive(engine.wake(reference))
+        completions = run(engine, requests[::order], params)
+        results.append([completion.response_ids for completion in completions[::order]])
+        engine.close()
+    lengths = {len(ids) for ids in results[0]}
+    assert min(lengths) < max(lengths) == 20
+    assert len({tuple(ids) for ids in results[0]}) == len(requests)
+    assert all(result == results[0] for result in results)
+
+
+def test_samples_of_a_prompt_share_one_prefill_though_they_are_submitted_apart(engine):
+    params = SamplingParams(max_new_tokens=6, seed=1)
+    requests = make_requests(6, samples=4)  # 24 requests, 8 rows: two prompts at a time
+    run(engine, requests, params)
+    assert engine.stats["rollout/cache_hit"] == pytest.approx(3 / 4)
+    run(engine, requests[:6], params)
+    assert engine.stats["rollout/cache_hit"] == 0
+
+
+def test_reading_tokens_one_step_late_changes_nothing(engine):
+    params = SamplingParams(max_new_tokens=15, stop_token_ids=tuple(range(40)), seed=2)
+    requests = make_requests(9)
+    results = []
+    for lag in (0, 1):
+        generation = Generation(
+            engine._model,
+            requests,
+            params,
+            max_rows=4,
+            max_model_len=30,
+            max_prefill_tokens=64,
+            stop_text=StopText(None, ()),
+            lag=lag,
+        )
+        while not generation.done:
+            generation.step()
+        results.append([(c.response_ids, c.finish_reason) for c in generation.completions()])
+    assert results[0] == results[1]
+    assert {reason for _, reason in results[0]} == {"stop", "length"}
+
+
+def test_a_row_leaves_the_batch_when_it_ends(engine):
+    stops = tuple(range(40))
+    params = SamplingParams(max_new_tokens=30, stop_token_ids=stops, seed=2)
+    completions = run(engine, make_requests(8), params)
+    decoded = sum(len(completion.response_ids) - 1 for completion in completions)
+    steps = max(len(completion.response_ids) - 1 for completion in completions)
+    assert engine.stats["rollout/num_running_mean"] == pytest.approx(decoded / steps)
+    assert decoded < 8 * steps
+    assert engine.stats["rollout/tokens_per_s"] > 0
+    assert 0 < engine.stats["rollout/kv_util"] <= 1
+
+
+def test_the_stop_token_ends_a_completion_and_belongs_to_it(engine):
+    params = SamplingParams(max_new_tokens=40, seed=2)
+    free = run(engine, make_requests(3), params)
+    stops = tuple({free[0].response_ids[4], free[1].response_ids[7]})
+    stopping = SamplingParams(max_new_tokens=40, seed=2, stop_token_ids=stops)
+    for whole, cut in zip(free, run(engine, make_requests(3), stopping), strict=True):
+        end = next((i for i, token in enumerate(whole.response_ids) if token in stops), None)
+        length = 40 if end is None else end + 1
+        assert cut.response_ids == whole.response_ids[:length]
+        assert cut.logprobs == pytest.approx(whole.logprobs[:length], abs=1e-5)
+        assert cut.finish_reason == ("length" if end is None else "stop")
+    ignoring = SamplingParams(max_new_tokens=40, seed=2, stop_token_ids=stops, ignore_eos=True)
+    ignored = run(engine, make_requests(3), ignoring)
+    assert [c.response_ids for c in ignored] == [c.response_ids for c in free]
+
+
+def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(engine):
+    tokenizer = build_tiny_tokenizer()
+    params = SamplingParams(max_new_tokens=40, seed=2)
+    free = run(engine, make_requests(4), params)
+    texts = [str(tokenizer.decode(completion.response_ids[10:12])) for completion in free[:2]]
+    stopping = SamplingParams(max_new_tokens=40, seed=2, stop=tuple(texts))
+    for whole, cut in zip(free, run(engine, make_requests(4), stopping), strict=True):
+        length = next(
+            (n for n in range(41) if contains(tokenizer, whole.response_ids[:n], texts)), 40
+        )
+        assert cut.response_ids == whole.response_ids[:length]
+    assert any(len(c.response_ids) < 40 for c in engine.completions)
+
+
+def contains(tokenizer, ids: list[int], texts: list[str]) -> bool:
+    return any(text in tokenizer.decode(ids) for text in texts)
+
+
+def test_max_model_len_cuts_a_long_row_alone(engine):
+    requests = [Request(1, [7] * 120), Request(2, [7] * 3)]
+    completions = run(engine, requests, SamplingParams(max_new_tokens=20))
+    assert [len(completion.response_ids) for completion in completions] == [8, 20]
+    assert [completion.finish_reason for completion in completions] == ["length", "length"]
+
+
+def test_bfloat16_logprobs_stay_close_to_float32(mesh, reference):
+    engine = make_engine(mesh, CONFIGS["qwen2, tied"], dtype=torch.bfloat16)
+    drive(engine.wake(reference))
+    requests = make_requests(4)
+    completions = run(engine, requests, SamplingParams(max_new_tokens=8, seed=6))
+    for request, completion in zip(requests, completions, strict=True):
+        ids = request.prompt_ids + completion.response_ids
+        logprobs = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected = logprobs[len(request.prompt_ids) - 1 : -1][range(8), completion.response_ids]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=0.15)
+    engine.close()
+
+
+def test_no_requests_give_no_completions(engine):
+    assert run(engine, [], SamplingParams(max_new_tokens=4)) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt_ids", "message"),
+    [
+        ([], r"request 1 \(uid 7\): the prompt is empty"),
+        ([1] * 128, r"request 1 \(uid 7\): the prompt has 128 tokens.* max_model_len = 128"),
+        ([511, 512], r"request 1 \(uid 7\): token ids from 511 to 512 .* vocabulary of 512"),
+    ],
+)
+def test_a_bad_prompt_is_named(engine, prompt_ids, message):
+    requests = [Request(0, [1]), Request(7, prompt_ids)]
+    with pytest.raises(ValueError, match=message):
+        drive(engine.generate(requests, SamplingParams(max_new_tokens=4)))
+
+
+def test_sampling_options_out_of_range_are_all_named():
+    with pytest.raises(ValueError, match=r"temperature = -1.*top_p = 0.*top_k = 0.*max_new_tok"):
+        SamplingParams(temperature=-1, top_p=0, top_k=0, max_new_tokens=0)
+
+
+def test_a_model_whose_layers_have_no_cache_here_is_refused(mesh):
+    config = Qwen2Config(**SIZES, layer_types=["full_attention", "linear_attention"])
+    with pytest.raises(ValueError, match=r"no cache for the linear_attention layers of qwen2"):
+        make_engine(mesh, config)
+
+
+def test_weights_and_cache_are_given_back(mesh, reference):
+    engine = make_engine(mesh, CONFIGS["qwen2, tied"])
+    drive(engine.wake(reference))
+    weight = weakref.ref(engine._model.module.get_parameter("model.embed_tokens.weight"))
+    work = engine.generate(make_requests(4), SamplingParams(max_new_tokens=50))
+    next(work)
+    assert engine._generation is not None
+    cache = engine._generation.cache
+    assert cache.num_bytes == 2 * 2 * 4 * 4 * 128 * 8 * 4  # k and v, layers, rows, heads, ...
+    engine.release()
+    assert cache.num_bytes == 0 and weight() is None
+    assert all(parameter.is_meta for parameter in engine._model.module.parameters())
+    drive(engine.wake(reference))
+    again = run(engine, make_requests(2), SamplingParams(max_new_tokens=5, temperature=0))
+    assert [len(completion.response_ids) for completion in again] == [5, 5]
+    engine.close()
+
+
+def test_new_weights_of_the_trainer_arrive_at_the_next_wake(mesh):
+    model = make_model(CONFIGS["llama"])
+    engine = make_engine(mesh, CONFIGS["llama"])
+    params = SamplingParams(temperature=0, max_new_tokens=8)
+    for _ in range(2):
+        drive(engine.wake(model))
+        completion = run(engine, [Request(0, [1, 2, 3])], params)[0]
+        expected = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)
+        assert completion.response_ids == expected[0, 3:].tolist()
+        engine.release()
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+
+
+def test_a_weight_that_arrives_wrong_is_found_with_both_values(mesh):
+    model = make_model(CONFIGS["llama"])
+    engine = make_engine(mesh, CONFIGS["llama"], verify_weights=2)
+    work = engine.wake(model)
+    next(work)
+    engine._model.parameters()["model.norm.weight"][3] = 7.0
+    right = model.get_parameter("model.norm.weight")[3].item()
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight\[3, 0\]: engine 7, trainer ") as e:
+        drive(work)
+    assert f"trainer {right:g}" in str(e.value)
+    engine.release()
+    drive(engine.wake(model))  # verified again: the first has not ended
+    engine.release()
+    unverified = engine.wake(model)
+    next(unverified)
+    engine._model.parameters()["model.norm.weight"][3] = 7.0
+    drive(unverified)
+    engine.close()
+
+
+def samples_of_this_rank(
+    rank: int, world_size: int, name: str, tp: int
+) -> tuple[list[list[int]], list[float], int]:
+    """Tokens and log-probs of this rank's share, from weights sharded over all ranks."""
+    dims = ParallelDims(world_size=world_size, ranks_per_node=world_size, rollout_tp=tp)
+    mesh = build_mesh(dims, torch.device("cpu"))
+    model = make_model(CONFIGS[name])
+    for layer in model.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=mesh.fsdp)
+    fully_shard(model, mesh=mesh.fsdp)
+    engine = make_engine(mesh, CONFIGS[name], max_num_seqs=3)
+    drive(engine.wake(model))
+    params = SamplingParams(max_new_tokens=12, seed=4, stop_token_ids=tuple(range(20)))
+    completions = run(engine, make_requests(8)[mesh.rollout_dp_rank :: dims.rollout_dp], params)
+    local = engine._model.module.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    local = local.to_local() if isinstance(local, DTensor) else local
+    engine.close()
+    tokens = [completion.response_ids for completion in completions]
+    logprobs = itertools.chain.from_iterable(c.logprobs for c in completions)
+    return tokens, list(logprobs), local.numel()
+
+
+def samples_for_every_tp(rank: int, world_size: int) -> dict:
+    return {
+        (name, tp): samples_of_this_rank(rank, world_size, name, tp)
+        for name in SHARDED
+        for tp in (1, 2, 4)
+    }
+
+
+@pytest.mark.gpu
+def test_a_cuda_device_samples_what_the_cpu_samples_and_gets_its_memory_back():
+    model, requests = make_model(CONFIGS["qwen2, tied"]), make_requests(6, samples=3)
+    params = SamplingParams(max_new_tokens=20, stop_token_ids=tuple(range(20)), top_k=50, seed=1)
+    results, dims = [], ParallelDims(world_size=1, ranks_per_node=1)
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        with init_distributed(device):
+            engine = make_engine(build_mesh(dims, device), CONFIGS["qwen2, tied"])
+            model = model.to(device)
+            before = torch.cuda.memory_allocated()
+            drive(engine.wake(model))
+            results.append([c.response_ids for c in run(engine, requests, params)])
+            engine.close()
+            torch._C._cuda_clearCublasWorkspaces()  # of the first products; the allocator's too
+            assert torch.cuda.memory_allocated() == before
+    assert results[0] == results[1]
+
+
+@pytest.mark.distributed
+def test_four_ranks_sample_the_same_tokens_for_every_tensor_parallel_size(mesh):
+    ranks = run_distributed(samples_for_every_tp, 4)
+    for name in SHARDED:
+        engine = make_engine(mesh, CONFIGS[name])
+        drive(engine.wake(make_model(CONFIGS[name])))
+        params = SamplingParams(max_new_tokens=12, seed=4, stop_token_ids=tuple(range(20)))
+        expected = run(engine, make_requests(8), params)
+        engine.close()
+        for tp in (1, 2, 4):
+            for rank, result in enumerate(ranks):
+                tokens, logprobs, local_size = result[name, tp]
+                mine = expected[rank // tp :: 4 // tp]
+                assert tokens == [completion.response_ids for completion in mine]
+                flat = itertools.chain.from_iterable(completion.logprobs for completion in mine)
+                assert logprobs == pytest.approx(list(flat), abs=2e-5)
+                assert local_size == 64 * (128 if name == "gemma3" else 64) // tp

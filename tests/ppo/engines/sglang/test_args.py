@@ -1,0 +1,180 @@
+"""Arguments, variables and memory of an engine: pure functions, nothing is started."""
+
+import importlib
+import os
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ppo.config import Config
+from ppo.config.sections.data import DataConfig
+from ppo.config.sections.model import ModelConfig
+from ppo.config.sections.rollout import RolloutConfig
+from ppo.engines.sglang import args as sglang_args
+from ppo.engines.sglang import host as sglang_host
+from sharding.mesh import ParallelDims
+
+
+def hf_config(**values):
+    return SimpleNamespace(get_text_config=lambda: SimpleNamespace(**values))
+
+
+QWEN_7B = hf_config(
+    num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, hidden_size=3584
+)
+
+
+def config(**rollout) -> Config:
+    return Config(
+        data=DataConfig(train_files=["tiny"]),
+        model=ModelConfig(path="some/folder"),
+        rollout=RolloutConfig(**{"max_model_len": 1024, **rollout}),
+    )
+
+
+def test_a_token_of_qwen_7b_takes_57344_bytes_and_never_less_than_one_head():
+    # 2 x 28 layers x 4 heads x 128 x 2 bytes
+    assert sglang_args.kv_bytes_per_token(QWEN_7B, tp=1, itemsize=2) == 57344
+    assert sglang_args.kv_bytes_per_token(QWEN_7B, tp=4, itemsize=2) == 57344 // 4
+    assert sglang_args.kv_bytes_per_token(QWEN_7B, tp=8, itemsize=2) == 57344 // 4  # repeated
+
+
+def test_the_kv_cache_is_what_the_share_of_the_card_leaves_beside_the_weights():
+    card, share = 80 * 10**9, RolloutConfig(max_model_len=1024, gpu_memory_utilization=0.6)
+    memory = sglang_args.plan_memory(
+        share, QWEN_7B, parameters=7_600_000_000, device_bytes=card, on_cpu=False
+    )
+    assert memory.weight_bytes == 15_200_000_000
+    assert memory.kv_bytes + memory.weight_bytes <= 0.6 * card
+    assert memory.kv_bytes + memory.weight_bytes > 0.6 * card - 256 * 57344
+    assert memory.kv_tokens == memory.kv_bytes // 57344 and memory.kv_tokens % 256 == 0
+
+
+def test_on_a_cpu_the_kv_cache_is_no_larger_than_the_sequences_can_fill():
+    rollout = RolloutConfig(max_model_len=120, max_num_seqs=10)
+    memory = sglang_args.plan_memory(
+        rollout, QWEN_7B, parameters=10**6, device_bytes=10**12, on_cpu=True
+    )
+    assert memory.kv_tokens == 1280  # 10 x (120 + 8)
+
+
+def test_a_share_that_cannot_hold_one_sequence_is_refused_with_its_values():
+    rollout = RolloutConfig(max_model_len=1024, gpu_memory_utilization=0.19)
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.19: of 74.5 GiB, beside 14.2"):
+        sglang_args.plan_memory(
+            rollout, QWEN_7B, parameters=7_600_000_000, device_bytes=80 * 10**9, on_cpu=False
+        )
+
+
+def test_every_rank_of_a_node_gets_cores_of_its_own_while_there_are_enough():
+    def binding(rank: int, *, tp: int, ranks: int, cores: int) -> str:
+        return sglang_args.thread_binding(
+            list(range(cores)), local_rank=rank, tp=tp, ranks_per_node=ranks
+        )
+
+    assert binding(0, tp=2, ranks=4, cores=8) == "0,1|2,3"
+    assert binding(2, tp=2, ranks=4, cores=8) == "4,5|6,7"
+    assert binding(1, tp=1, ranks=2, cores=2) == "1"
+    assert binding(2, tp=2, ranks=4, cores=2) == "0|1"
+
+
+def test_engine_kwargs_are_passed_on_but_not_those_that_follow_from_other_keys():
+    def arguments(**kwargs):
+        return sglang_args.engine_arguments(
+            config(engine_kwargs=kwargs), model_path="x", device_index=3, kv_tokens=512, seed=1
+        )
+
+    made = arguments(attention_backend="fa3", mem_fraction_static=0.5)
+    assert made["attention_backend"] == "fa3" and made["mem_fraction_static"] == 0.5
+    assert made["base_gpu_id"] == 3 and made["max_total_tokens"] == 512
+    with pytest.raises(ValueError, match="nccl_port, tp_size is set by the trainer"):
+        arguments(tp_size=2, nccl_port=1)
+
+
+def test_graphs_of_decoding_alone_stay_on_the_device_while_training():
+    """SGLang takes the arguments on CUDA, and captures no prefill unless asked to."""
+    server_args = pytest.importorskip("sglang.srt.server_args")
+    hook = importlib.import_module("sglang.srt.arg_groups.cuda_graph_hook")
+
+    def backends(**rollout):
+        arguments = sglang_args.engine_arguments(
+            config(**rollout), model_path="x", device_index=0, kv_tokens=512, seed=1
+        )
+        parsed = server_args.ServerArgs(**arguments)
+        hook.parse_cuda_graph_config(parsed)
+        graphs = hook.resolving_view(parsed).cuda_graph_config
+        return graphs.decode.backend, graphs.prefill.backend
+
+    assert backends() == ("full", "disabled")
+    assert backends(enforce_eager=True) == ("disabled", "disabled")
+    assert backends(engine_kwargs={"cuda_graph_backend_prefill": "breakable"})[1] == "breakable"
+
+
+def test_replicas_have_different_seeds_and_ranks_of_one_engine_the_same():
+    dims = ParallelDims(world_size=4, ranks_per_node=4, rollout_tp=2)
+    seeds = [
+        sglang_args.host_settings(
+            config(tensor_model_parallel_size=2),
+            dims,
+            rank=rank,
+            device=torch.device("cpu"),
+            kv_tokens=512,
+            model_path="x",
+        )["engine"]["random_seed"]
+        for rank in range(4)
+    ]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+
+
+def test_the_host_hides_the_rendezvous_and_expandable_segments(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, value in {
+        "RANK": "1",
+        "MASTER_ADDR": "node",
+        "TORCHELASTIC_RUN_ID": "7",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "PYTHONPATH": "/mine",
+        "NCCL_DEBUG": "WARN",
+    }.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    try:
+        sglang_host.prepare_environment({"A": "1"}, ["/first"])
+        assert not {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PYTORCH_ALLOC_CONF"} & set(
+            os.environ
+        )
+        assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+        assert os.environ["PYTHONPATH"].split(os.pathsep)[:2] == ["/first", "/mine"]
+        assert os.environ["A"] == "1" and os.environ["NCCL_DEBUG"] == "WARN"
+        assert sys.path[0] == "/first"
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch brings no CUDA runtime")
+def test_workers_find_the_cuda_runtime_after_the_folders_of_the_user(monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    sglang_host.expose_cuda_runtime()
+    first, *folders = os.environ["LD_LIBRARY_PATH"].split(os.pathsep)
+    assert first == "/mine" and folders
+    assert all(list(Path(folder).glob("libcudart.so.*")) for folder in folders)
+
+
+def test_a_reserved_port_is_given_to_nobody_else_and_can_be_bound_by_the_engine():
+    holder, port = sglang_host.reserve_port()
+    with holder:
+        others = [sglang_host.reserve_port() for _ in range(200)]
+        assert port not in {other for _, other in others}
+        for other, _ in others:
+            other.close()
+        store = dist.TCPStore("localhost", port, 1, is_master=True)  # type: ignore[attr-defined]
+        assert store.port == port
+        with socket.socket() as stranger, pytest.raises(OSError):
+            stranger.bind(("", port))

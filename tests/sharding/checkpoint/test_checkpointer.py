@@ -1,0 +1,352 @@
+"""Checkpoints over ranks: what comes back, what is kept, and what a fault leaves behind."""
+
+import json
+import logging
+import os
+import pickle
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sharding.checkpoint import Checkpointer, CheckpointError
+from sharding.checkpoint import files as checkpoint_files
+from sharding.checkpoint.files import find_checkpoint, find_damage, list_checkpoints, read_manifest
+from sharding.fsdp import shard_model
+from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
+from sharding.offload import offload_module, offload_optimizer, reload_module, reload_optimizer
+from tests.distributed import run_distributed
+from tests.sharding.models import VOCAB, tiny_llama
+
+CPU = torch.device("cpu")
+Learner = tuple[nn.Module, torch.optim.AdamW]
+
+
+def _learner(mesh: Mesh, *, seed: int = 0) -> Learner:
+    """An actor with two parameter groups; its lr differs from the one that is saved."""
+    model = tiny_llama(seed=seed)
+    shard_model(model, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)
+    decayed = [p for n, p in model.named_parameters() if "norm" not in n]
+    plain = [p for n, p in model.named_parameters() if "norm" in n]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=0.5)
+
+
+def _train(learner: Learner, first_step: int, num_steps: int) -> None:
+    """Steps on tokens that every rank shares: the same result on every world."""
+    model, optimizer = learner
+    for step in range(first_step, first_step + num_steps):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, VOCAB, (2, 9), generator=generator)
+        tokens = tokens.to(next(model.parameters()).device)
+        logits = model(input_ids=tokens).logits
+        F.cross_entropy(logits.view(-1, VOCAB), tokens.view(-1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _full(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone()
+
+
+def _values(learner: Learner) -> dict[str, Tensor]:
+    """Parameters and optimizer state, whole."""
+    model, optimizer = learner
+    table = {}
+    for name, parameter in model.named_parameters():
+        table[name] = _full(parameter)
+        for key, state in optimizer.state.get(parameter, {}).items():
+            table[f"{name}/{key}"] = _full(state)
+    return table
+
+
+def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def _mesh(world_size: int, **degrees: int) -> Mesh:
+    dims = ParallelDims(world_size=world_size, ranks_per_node=world_size, **degrees)
+    return build_mesh(dims, CPU)
+
+
+def _load(checkpointer: Checkpointer, mesh: Mesh, path: Path) -> tuple[Learner, dict[str, Any]]:
+    learner = _learner(mesh, seed=1)
+    state = checkpointer.load(path, {"actor": learner[0]}, {"actor": learner[1]})
+    return learner, state
+
+
+def _fails_on_all_ranks(save: Callable[[], None], match: str) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        save()
+    dist.barrier()
+
+
+def _damage(rank: int, path: Path, how: Callable[[Path], Any]) -> None:
+    if rank == 0:
+        how(path)
+    dist.barrier()
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _four_ranks(rank: int, world_size: int, folder: Path) -> dict[str, dict[str, Tensor]]:
+    mesh = _mesh(world_size, rollout_tp=2)
+    assert mesh.dims.shard_rows() == [[0, 2, 1, 3]]
+    learner = _learner(mesh)
+    with Checkpointer(folder, mesh, max_to_keep=2, keep_best=True) as checkpointer:
+        _round_trip(checkpointer, mesh, learner)
+        expected = _pruning_and_damage(checkpointer, rank, learner)
+        _faults(checkpointer, rank, learner)
+    return expected
+
+
+def _round_trip(checkpointer: Checkpointer, mesh: Mesh, learner: Learner) -> None:
+    """Step 0 has no optimizer state yet; step 2 is saved while the training goes on."""
+    model, optimizer = learner
+    assert checkpointer.latest() is None
+    checkpointer.save(0, {"actor": model}, {"actor": optimizer}, {})
+    optimizer.param_groups[0]["lr"] = 1 / 3 * 1e-2
+    optimizer.param_groups[1]["lr"] = 2e-2
+    _train(learner, 0, 2)
+    saved = _values(learner)
+    torch.manual_seed(mesh.rank)
+    checkpointer.save(2, {"actor": model}, {"actor": optimizer}, {"kl": 0.1, "step": 2})
+    noise = torch.rand(3)
+    _train(learner, 2, 1)  # the save in flight must not see it
+    path = checkpointer.latest()
+    assert path is not None
+    assert path.name == "step_00000002"
+    assert (checkpointer.folder / "latest").read_text() == "step_00000002\n"
+
+    restored, state = _load(checkpointer, mesh, path)
+    assert state == {"kl": 0.1, "step": 2}
+    _assert_same(_values(restored), saved)
+    assert torch.equal(torch.rand(3), noise)
+    group = restored[1].param_groups[0]
+    assert (group["lr"], group["betas"]) == (1 / 3 * 1e-2, (0.9, 0.999))
+    _train(restored, 2, 1)
+    _assert_same(_values(restored), _values(learner))  # bitwise on the same sharding
+
+    for fsdp_size in (2, 1):
+        replicated = _mesh(4, fsdp_size=fsdp_size)
+        learner_there, _ = _load(checkpointer, replicated, path)
+        _assert_same(_values(learner_there), saved)
+        _save_replicated(checkpointer, replicated, learner_there, mesh, saved)
+    checkpointer.load(path.with_name("step_00000000"), {"actor": model}, {"actor": optimizer})
+    assert not optimizer.state
+    with pytest.raises(CheckpointError, match="lacks 30 tensors"):
+        checkpointer.load(path, {"critic": model}, {})
+    with pytest.raises(CheckpointError, match="holds no optimizer of critic"):
+        checkpointer.load(path, {"actor": model, "critic": nn.Module()}, {"critic": optimizer})
+
+
+def _save_replicated(
+    original: Checkpointer, replicated: Mesh, learner: Learner, mesh: Mesh, saved: dict[str, Tensor]
+) -> None:
+    """HYBRID_SHARD and NO_SHARD write every tensor once, and load where shards are permuted."""
+    folder = original.folder.with_name(f"replicated_{replicated.dims.shard_size}")
+    checkpointer = Checkpointer(folder, replicated, async_save=False)
+    checkpointer.save(2, {"actor": learner[0]}, {"actor": learner[1]}, {"kl": 0.1, "step": 2})
+    path = checkpointer.latest()
+    assert path is not None
+    _assert_same(_values(_load(original, mesh, path)[0]), saved)
+    sizes = [
+        sum(r.num_bytes for r in read_manifest(p)["files"].values())
+        for p in (path, original.folder / path.name)
+    ]
+    assert sizes[0] <= sizes[1]
+
+
+def _pruning_and_damage(
+    checkpointer: Checkpointer, rank: int, learner: Learner
+) -> dict[str, dict[str, Tensor]]:
+    model, optimizer = learner
+
+    def save(step: int, metric: float) -> None:
+        state = {"step": step}
+        checkpointer.save(step, {"actor": model}, {"actor": optimizer}, state, metric=metric)
+
+    for step, metric in ((3, 0.9), (4, 0.1), (5, 0.2)):
+        _train(learner, step, 1)
+        save(step, metric)
+    expected = {"step 5": _values(learner)}
+    _train(learner, 6, 1)
+    save(6, 0.3)
+    checkpointer.finish()
+    kept = [path.name for path in list_checkpoints(checkpointer.folder)]
+    assert kept == ["step_00000006", "step_00000005", "step_00000003"]  # two newest, the best
+
+    newest = checkpointer.folder / "step_00000006"
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # pyright: ignore
+    logging.getLogger("sharding.checkpoint").addHandler(handler)
+    for how in (_truncate, _flip, Path.unlink):
+        victim = newest / "tensors" / "__3_0.distcp"
+        _damage(rank, victim, lambda path: shutil.copy(path, "/".join([str(path.parent), "copy"])))
+        _damage(rank, victim, how)
+        assert checkpointer.latest() == checkpointer.folder / "step_00000005"
+        _damage(rank, victim, lambda path: path.with_name("copy").rename(path))
+    _damage(rank, newest / "manifest.json", lambda path: path.unlink())
+    assert checkpointer.latest() == checkpointer.folder / "step_00000005"
+    if rank == 0:
+        texts = [record.getMessage() for record in records]
+        assert all(text.startswith("checkpoint step_00000006 skipped") for text in texts)
+        for text, cause in zip(
+            texts,
+            ("bytes instead of", "wrong checksum", "No such file", "not a complete"),
+            strict=True,
+        ):
+            assert cause in text
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        checkpointer.load(newest, {"actor": model}, {})
+    return expected
+
+
+def _faults(checkpointer: Checkpointer, rank: int, learner: Learner) -> None:
+    """A disk that is too small, and one that fills up under the writer of one rank."""
+    model, optimizer = learner
+
+    def save(checkpointer: Checkpointer = checkpointer) -> None:
+        checkpointer.save(7, {"actor": model}, {"actor": optimizer}, {})
+        checkpointer.finish()
+
+    real = shutil.disk_usage
+    checkpoint_files.shutil.disk_usage = lambda path: SimpleNamespace(free=1 << 20)  # pyright: ignore
+    _fails_on_all_ranks(save, r"rank 0: .* has 0.001 GiB free, 0.016 GiB needed")
+    checkpoint_files.shutil.disk_usage = real
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for async_save in (True, False):
+        other = Checkpointer(checkpointer.folder, checkpointer._mesh, async_save=async_save)
+        if rank == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        _fails_on_all_ranks(lambda o=other: save(o), r"step 7 not written.*rank 2: .*too large")
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        dist.barrier()
+        assert not list(checkpointer.folder.glob("*.tmp"))
+        assert other.latest() == checkpointer.folder / "step_00000005"
+    assert (checkpointer.folder / "latest").read_text() == "step_00000006\n"
+
+
+def _fewer_ranks(rank: int, world_size: int, folder: Path, expected: dict[str, Tensor]) -> None:
+    mesh = _mesh(world_size)
+    checkpointer = Checkpointer(folder, mesh, async_save=False)
+    path = checkpointer.latest()
+    assert path is not None
+    learner, state = _load(checkpointer, mesh, path)
+    assert state == {"step": 5}
+    _assert_same(_values(learner), expected)
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_of_four_permuted_ranks_survives_faults_and_loads_on_any_world(tmp_path):
+    expected = run_distributed(_four_ranks, 4, tmp_path)[0]["step 5"]
+    run_distributed(_fewer_ranks, 2, tmp_path, expected)
+    with init_distributed(CPU):
+        _fewer_ranks(0, 1, tmp_path, expected)
+
+
+class _Harmful:
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (cast(str, _Harmful.target),)
+
+    target: Any = None
+
+
+def test_an_index_that_would_run_code_is_refused(tmp_path):
+    _Harmful.target = str(tmp_path / "harmed")
+    with init_distributed(CPU):
+        mesh = _mesh(1)
+        checkpointer = Checkpointer(tmp_path / "run", mesh, async_save=False)
+        model, optimizer = _learner(mesh)
+        checkpointer.save(1, {"actor": model}, {"actor": optimizer}, {})
+        path = checkpointer.latest()
+        assert path is not None
+        (path / "tensors" / ".metadata").write_bytes(pickle.dumps(_Harmful()))
+        with pytest.raises(CheckpointError, match="does not belong into an index"):
+            checkpointer.load(path, {"actor": model}, {})
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_the_newest_checkpoint_of_a_run_is_found_without_processes(tmp_path, caplog):
+    for step, saved_at in ((1, 10.0), (2, 30.0), (9, 20.0)):  # 2 was written last, after going back
+        folder = tmp_path / "checkpoints" / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        record = checkpoint_files.write_durably(folder / "train_state.json", b"{}")
+        checkpoint_files.write_manifest(
+            folder, {"train_state.json": record}, {"saved_at": saved_at}
+        )
+    (tmp_path / "checkpoints" / "step_00000003.tmp").mkdir()
+    assert find_checkpoint(tmp_path).name == "step_00000002"
+    newest = tmp_path / "checkpoints" / "step_00000002"
+    assert find_checkpoint(newest) == newest
+    (newest / "train_state.json").write_text("{")
+    assert find_checkpoint(tmp_path).name == "step_00000009"
+    assert "1 bytes instead of 2" in caplog.text
+    assert find_damage(tmp_path / "checkpoints" / "step_00000001") is None
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        find_checkpoint(tmp_path / "checkpoints" / "step_00000003.tmp")
+
+
+def test_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path):
+    with init_distributed(CPU):
+        checkpointer = Checkpointer(tmp_path, _mesh(1))
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            checkpointer.save(1, {}, {}, {"rng": torch.zeros(2)})
+        assert not list(tmp_path.iterdir())
+        checkpointer.save(1, {}, {}, {"losses": [0.1 + 0.2, float("inf")]})
+        path = checkpointer.latest()
+        assert path is not None
+        assert json.loads((path / "train_state.json").read_text())["step"] == 1
+        assert checkpointer.load(path, {}, {}) == {"losses": [0.1 + 0.2, float("inf")]}
+
+
+@pytest.mark.gpu
+def test_a_checkpoint_of_what_rests_on_the_host_goes_on_training_on_a_gpu(tmp_path):
+    device = torch.device("cuda", 0)
+
+    def learner(seed: int) -> Learner:
+        model = tiny_llama(seed=seed, device=device)
+        shard_model(model, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
+
+    with init_distributed(device):
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), device)
+        first, second = learner(0), learner(1)
+        _train(first, 0, 2)
+        offload_module(first[0])
+        offload_optimizer(first[1])
+        with Checkpointer(tmp_path, mesh) as checkpointer:
+            checkpointer.save(2, {"actor": first[0]}, {"actor": first[1]}, {})
+            path = checkpointer.latest()
+            assert path is not None
+            checkpointer.load(path, {"actor": second[0]}, {"actor": second[1]})
+        reload_module(first[0], device)
+        reload_optimizer(first[1], device)
+        _assert_same(_values(second), _values(first))
+        assert {t.device for t in _values(second).values()} == {device}  # fused counters too
+        for resumed in (first, second):
+            _train(resumed, 2, 2)
+        for name, value in _values(first).items():
+            torch.testing.assert_close(_values(second)[name], value)
