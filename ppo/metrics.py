@@ -1,7 +1,7 @@
 """One step's metrics: filled without waiting for the device, reduced over ranks once.
 
 Owns how numbers of many micro-batches and ranks become one (token-weighted, never a mean of means),
-and timing. Must not know what is measured, or where the numbers are written (ppo/tracking.py).
+and timing. Must not know what is measured, or where the numbers are written (ppo/tracking/).
 """
 
 import math

@@ -16,15 +16,57 @@ SOURCES = sorted(
     ]
     if path.is_file()
 )
-PURE = (
-    "ppo/advantages.py",
-    "ppo/losses.py",
-    "ppo/kl.py",
-    "ppo/logprobs.py",
-    "ppo/models/schedule.py",
+# Who may import whom. A room is a folder of ppo/, or a file that lies flat in it; all of sharding/
+# is one. The maths knows itself alone: no config, no logger, no collective but through `group`.
+MATHS = {"ppo.advantages", "ppo.kl", "ppo.logprobs", "ppo.losses"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "ppo.errors": set(),
+    "ppo.metrics": set(),
+    "ppo.model_shapes": set(),
+    "ppo.files": {"ppo.errors"},
+    "ppo.plugin": {"ppo.errors"},
+    "ppo.tracking": {"ppo.errors", "ppo.files"},
+    **dict.fromkeys(MATHS, MATHS),
+    "sharding": set(),
+    "ppo.config": {"ppo.errors", "sharding"},
+    "ppo.rewards": {"ppo.errors", "ppo.plugin"},
+    "ppo.data": {"ppo.config", "ppo.errors", "ppo.files", "ppo.plugin", "ppo.rewards"},
+    "ppo.models": {"ppo.config", "ppo.errors", "ppo.files", "ppo.logprobs", "ppo.run", "sharding"},
+    "ppo.engines": {"ppo.config", "ppo.errors", "ppo.model_shapes", "ppo.models", "sharding"},
+    "ppo.check": {
+        *("ppo.config", "ppo.data", "ppo.errors", "ppo.model_shapes", "ppo.plugin"),
+        *("ppo.rewards", "sharding"),
+    },
+    "ppo.run": {"ppo.check", "ppo.config", "ppo.errors", "ppo.files", "sharding"},
+    "ppo.batch": {"ppo.data", "ppo.engines"},
+    "ppo.packing": {"ppo.batch", "ppo.config", "ppo.models", "sharding"},
+    "ppo.forward_passes": {"ppo.batch", "ppo.metrics", "ppo.packing", "ppo.run", "sharding"},
+    "ppo.estimators": {"ppo.advantages", "ppo.batch", "ppo.config"},
+    "ppo.update": {
+        *("ppo.batch", "ppo.config", "ppo.kl", "ppo.losses", "ppo.metrics", "ppo.models"),
+        "ppo.packing",
+    },
+    "ppo.rollout": {
+        *("ppo.batch", "ppo.config", "ppo.data", "ppo.engines", "ppo.errors", "ppo.files"),
+        *("ppo.forward_passes", "ppo.metrics", "ppo.models", "ppo.packing", "ppo.rewards"),
+        *("ppo.run", "ppo.tracking", "sharding"),
+    },
+    "ppo.step_metrics": {
+        *("ppo.batch", "ppo.config", "ppo.losses", "ppo.metrics", "ppo.models", "ppo.packing"),
+        "sharding",
+    },
+    "ppo.state": {
+        *("ppo.config", "ppo.data", "ppo.errors", "ppo.kl", "ppo.models", "ppo.run", "sharding"),
+    },
+}
+# Finer than rooms: these files of a room may import less than it, or alone what it may.
+ONLY_PREPARE_KNOWS_SCORERS = "ppo/data/prepare/"
+NO_TORCH = (
+    *("ppo/check/", "ppo/config/", "ppo/rewards/", "ppo/errors.py", "ppo/plugin.py"),
+    *("ppo/model_shapes.py", "sharding/dims.py", "sharding/layout.py"),
 )
-# What pure modules may use of this repository: each other.
-PURE_MAY_IMPORT = {name.removesuffix(".py").replace("/", ".") for name in PURE}
+MOST_PAIRS_OF_ROOMS = 115
+MOST_FILES_OF_A_FOLDER = 18
 ENVIRONMENT_READERS = (*SCRIPTS, "launch/", "ppo/engines/sglang/")
 
 
@@ -64,37 +106,105 @@ def within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-def in_ppo(path: Path) -> bool:
-    return path.parts[0] == "ppo"
+def name_of(path: Path) -> str:
+    """The module that a file is: ppo/config/__init__.py is ppo.config."""
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
-def pure_modules() -> list[Path]:
-    return [path for path in SOURCES if str(path) in PURE or str(path).startswith("ppo/rewards/")]
+def room_of(module: str) -> str:
+    """sharding, ppo.config, ppo.batch, train_ppo, ..."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "ppo" else parts[0]
 
 
-def test_sharding_imports_nothing_from_ppo() -> None:
+OURS = {name_of(path): path for path in SOURCES if path.parts[0] != "launch"}
+
+
+def ours(path: Path) -> set[str]:
+    """The files of ours that a file imports: "from ppo import kl" is ppo/kl.py alone."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        modules = [module for module in modules_of(node) if module in OURS]
+        found |= {m for m in modules if not any(other.startswith(m + ".") for other in modules)}
+    return found
+
+
+def circle(arrows: dict[str, set[str]]) -> list[str]:
+    """What lies on a circle, or leads to one; empty without a circle."""
+    left = {start: set(ends) for start, ends in arrows.items()}
+    while leaves := [start for start, ends in left.items() if not ends & left.keys()]:
+        for leaf in leaves:
+            del left[leaf]
+    return sorted(left)
+
+
+def test_every_room_imports_what_its_row_of_the_table_allows() -> None:
+    used = set()
+    for module, path in OURS.items():
+        room = room_of(module)
+        if path.name in SCRIPTS or module in ("ppo", "sharding"):
+            continue
+        for other in map(room_of, ours(path)):
+            if other not in (room, "ppo"):
+                assert other in MAY_IMPORT[room], f"{path} imports {other}"
+                used.add((room, other))
+    scripts = {(s, room_of(m)) for s in SCRIPTS for m in ours(Path(s))}
+    assert len(used | scripts) <= MOST_PAIRS_OF_ROOMS, len(used | scripts)
+
+
+def test_there_is_a_row_for_every_room_and_a_room_for_every_row() -> None:
+    rooms = {room_of(module) for module in OURS} - {"ppo", "train_ppo", "rollout"}
+    assert rooms == set(MAY_IMPORT)
+
+
+def test_files_and_rooms_import_each_other_in_no_circle() -> None:
+    files = {module: ours(path) - {module} for module, path in OURS.items()}
+    assert circle(files) == []
+    rooms = {room: row - MATHS for room, row in MAY_IMPORT.items() if room not in MATHS}
+    assert circle(rooms) == []
+
+
+def test_the_test_of_circles_finds_one() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_nobody_imports_a_script() -> None:
     for path in SOURCES:
-        if path.parts[0] == "sharding":
-            foreign = [
-                m for m in imports(path) if within(m, "ppo") or m in ("rollout", "train_ppo")
-            ]
-            assert not foreign, f"{path} imports {foreign}"
+        scripts = [m for m in imports(path) if m.split(".")[0] in ("train_ppo", "rollout")]
+        assert not scripts, f"{path} imports {scripts}"
 
 
-def test_nothing_imports_the_training_script() -> None:
-    for path in SOURCES:
-        assert not any(within(m, "train_ppo") for m in imports(path)), path
+def test_only_the_data_commands_know_scorers() -> None:
+    for module, path in OURS.items():
+        if room_of(module) == "ppo.data" and not str(path).startswith(ONLY_PREPARE_KNOWS_SCORERS):
+            assert not any(within(m, "ppo.rewards") for m in imports(path)), path
 
 
-@pytest.mark.parametrize("path", pure_modules(), ids=str)
-def test_pure_modules_know_no_config_and_no_logger(path: Path) -> None:
-    found = imports(path)
-    assert not any(within(m, "ppo.config") for m in found), f"{path} imports the configuration"
-    if str(path) in PURE:
-        ours = [m for m in found if within(m, "ppo") or within(m, "sharding")]
-        allowed = [m for m in ours if any(within(m, pure) for pure in PURE_MAY_IMPORT)]
-        assert ours == allowed, f"{path} imports {ours}"
-        assert not any(within(m, "logging") for m in found), f"{path} logs"
+def test_what_answers_in_seconds_imports_no_torch() -> None:
+    def reached(module: str, seen: set[str]) -> set[str]:
+        for name in imports_at_import(OURS[module]):
+            if name in OURS and name not in seen:
+                seen.add(name)
+                reached(name, seen)
+            elif within(name, "torch"):
+                seen.add(f"torch, by {module}")
+        return seen
+
+    for module, path in OURS.items():
+        if str(path).startswith(NO_TORCH):
+            assert not [m for m in reached(module, set()) if m.startswith("torch")], path
+
+
+def test_no_folder_is_too_full_to_read() -> None:
+    for folder in {path.parent for path in SOURCES}:
+        files = [p for p in SOURCES if p.parent == folder and p.stem not in ("__init__",)]
+        assert len(files) <= MOST_FILES_OF_A_FOLDER, (folder, len(files))
+
+
+@pytest.mark.parametrize("room", sorted(MATHS))
+def test_the_maths_logs_nothing(room: str) -> None:
+    assert not any(within(m, "logging") for m in imports(OURS[room])), f"{room} logs"
 
 
 def test_only_the_sglang_files_import_sglang_and_only_inside_functions() -> None:

@@ -63,7 +63,7 @@ def update_works(tokens: int, device: torch.device) -> dict[str, Callable[[], An
     }
 
     def run(score: Callable[..., LabelLogprobs]) -> None:
-        with patch("ppo.forward.token_logprobs", score):
+        with patch("ppo.models.forward.token_logprobs", score):
             module(**inputs).logprobs.mean().backward()
         module.zero_grad(set_to_none=True)
 

@@ -1,4 +1,4 @@
-"""Scorer of the `tiny` copy task (ppo/tiny.py makes the data): graded, so that any policy learns.
+"""Scorer of the `tiny` copy task of ppo/data/tiny.py: graded, so that any policy learns.
 
 A text in, a number out.
 """

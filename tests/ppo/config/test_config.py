@@ -352,9 +352,18 @@ def test_sections_are_frozen_and_check_their_own_bounds():
 
 
 def test_every_field_has_a_docstring():
-    for name in ("sections", "training"):
-        tree = ast.parse((CONFIGS.parent / "ppo" / "config" / f"{name}.py").read_text())
+    files = sorted((CONFIGS.parent / "ppo" / "config" / "sections").glob("[a-z]*.py"))
+    assert {file.stem for file in files} >= {
+        "actor",
+        "data",
+        "model",
+        "reward",
+        "rollout",
+        "trainer",
+    }
+    for file in files:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
         for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
             for field, following in itertools.pairwise([*section.body, ast.Pass()]):
                 if isinstance(field, ast.AnnAssign):
-                    assert isinstance(following, ast.Expr), ast.unparse(field)
+                    assert isinstance(following, ast.Expr), f"{file}: {ast.unparse(field)}"

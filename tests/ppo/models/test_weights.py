@@ -154,7 +154,7 @@ def test_converted_names_and_folders_without_safetensors_load_through_the_host(t
     binary = save_model(tmp_path / "binary", "llama")
     torch.save(load_file(binary / "model.safetensors"), binary / "pytorch_model.bin")
     (binary / "model.safetensors").unlink()
-    with init_distributed(CPU), caplog.at_level("INFO", "ppo.weights"):
+    with init_distributed(CPU), caplog.at_level("INFO", "ppo.models.weights"):
         for folder in (moe, binary):
             module = load(folder, group=torch.distributed.group.WORLD)
             want = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
