@@ -17,6 +17,7 @@ import torch
 import train_ppo
 from ppo.config import ConfigError
 from ppo.rollout.collector import Collector
+from ppo.rollout.scoring import Scorer
 from tests.distributed import run_distributed
 from tests.test_train import COMPARED, rows_of, train_here
 
@@ -57,7 +58,7 @@ def stopped_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, An
     disturbed = str(base / "disturbed")
     for owner, name, at, after in (
         (Collector, "sample", 2, False),  # during the generation of step 2
-        (Collector, "score", 2, False),  # during the scoring of step 3 (2 is done first)
+        (Scorer, "score", 2, False),  # during the scoring of step 3 (2 is done first)
         (train_ppo, "update_actor", 1, True),  # in an update: it is finished
         (train_ppo, "save_checkpoint", 1, False),  # while a checkpoint is being written
     ):

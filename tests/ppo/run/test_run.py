@@ -181,7 +181,7 @@ def test_a_finished_run_says_so_and_keeps_its_record(both) -> None:
     assert start["command"] == "train_ppo.py 'a b'"
     assert start["world_size"] == 2
     logs = [(folder / "logs" / f"rank_000{rank}.log").read_text() for rank in (0, 1)]
-    assert "[rank 0] INFO ppo.run: done after step 3" in logs[0]
+    assert "[rank 0] INFO ppo.run.run: done after step 3" in logs[0]
     assert "[rank 1]" in logs[1]
 
 
