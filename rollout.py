@@ -98,7 +98,7 @@ def load_evaluation(options: Options, check: Callable[[Config], list[Problem]]) 
 
 def evaluate(config: Config, run: Run, options: Options) -> dict[str, Summary]:
     """Generate, score, log one line per data source and write the samples. Collective."""
-    prompts = load_prompts(config, model_folder(config.model.tokenizer_path, run))
+    prompts = load_prompts(config, model_folder(config.model.tokenizer_path, run.mesh, run.dir))
     actor = _load_actor(config, run, options.checkpoint)
     with (
         open_rewards(config, run, prompts) as pool,
@@ -118,7 +118,7 @@ def evaluate(config: Config, run: Run, options: Options) -> dict[str, Summary]:
 def _load_actor(config: Config, run: Run, checkpoint: Path | None) -> Model:
     """The model of model.path, with the weights of a checkpoint of ours where one is given."""
     module = build_causal_lm(
-        model_folder(config.model.path, run),
+        model_folder(config.model.path, run.mesh, run.dir),
         run.mesh,
         model_config=config.model,
         fsdp_config=config.actor.fsdp,

@@ -57,11 +57,11 @@ logger = logging.getLogger("train_ppo")
 def train(config: Config, run: Run) -> None:
     """Set up, then the loop. Runs on every rank with the process group up."""
     with ExitStack() as owned:
-        prompts = load_prompts(config, model_folder(config.model.tokenizer_path, run))
+        prompts = load_prompts(config, model_folder(config.model.tokenizer_path, run.mesh, run.dir))
         sampler = prompts.sampler(config)
         total_steps = total_steps_of(config, sampler)
         pool = owned.enter_context(open_rewards(config, run, prompts))
-        models = build_models(config, run, total_steps)
+        models = build_models(config, run.mesh, run.dir, total_steps)
         actor, critic = models.actor, models.critic
         scorer = build_scorer(config, run, prompts, pool)
         collector = owned.enter_context(open_collector(config, run, prompts, actor))

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sharding.agree import gather
+
 Number = float | Tensor
 
 
@@ -78,7 +80,8 @@ class Metrics:
             "max": {**self._largest, **{f"timing_s/{k}": v for k, v in self._seconds.items()}},
             "min": self._smallest,
         }
-        parts = _gathered(_on_host(mine), group)
+        mine = _on_host(mine)
+        parts = [mine] if group is None else gather(mine, group)
         values = dict(self._same)
         totals, counts = _merged(parts, "total", torch.sum), _merged(parts, "count", torch.sum)
         values |= {name: totals[name] / count for name, count in counts.items() if count != 0}
@@ -146,14 +149,6 @@ def _on_host(tables: dict[str, dict[str, Number]]) -> dict[str, dict[str, float]
         }
         for kind, table in tables.items()
     }
-
-
-def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    if group is None:
-        return [mine]
-    parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, mine, group=group)
-    return parts
 
 
 def _merged(parts: list[dict[str, dict[str, float]]], kind: str, reduce: Any) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Actor, critic and reference of a run, from its configuration."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,8 @@ from ppo.errors import InputError
 from ppo.models.build import build_causal_lm, build_value_model, load_hf_config
 from ppo.models.folder import model_folder
 from ppo.models.learner import Learner, Model, make_optimizer
-from ppo.run.run import Run
 from sharding.layout import row_parallel_weight
+from sharding.mesh import Mesh
 
 
 class Models(NamedTuple):
@@ -42,9 +43,9 @@ class Models(NamedTuple):
         return {name: learner.optimizer for name, learner in learners.items()}
 
 
-def build_models(config: Config, run: Run, total_steps: int) -> Models:
-    """Actor, critic and reference, each rank loading its own shards."""
-    folder = model_folder(config.model.path, run)
+def build_models(config: Config, mesh: Mesh, run_dir: Path, total_steps: int) -> Models:
+    """Actor, critic and reference, each rank loading its own shards. Collective."""
+    folder = model_folder(config.model.path, mesh, run_dir)
     master = getattr(torch, config.model.dtype)
     trained = {
         "model_config": config.model,
@@ -58,21 +59,19 @@ def build_models(config: Config, run: Run, total_steps: int) -> Models:
     if config.parallel.align_to_rollout:
         aligned = row_parallel_weight(hf_config.model_type)
     actor = build_causal_lm(
-        folder, run.mesh, fsdp_config=config.actor.fsdp, shard_dim1=aligned, **trained
+        folder, mesh, fsdp_config=config.actor.fsdp, shard_dim1=aligned, **trained
     )
     critic = ref = None
     if config.critic_enabled:
-        critic_folder = model_folder(config.critic.model.path, run)
-        module = build_value_model(
-            critic_folder, run.mesh, fsdp_config=config.critic.fsdp, **trained
-        )
-        critic = _learner("critic", module, config, run, total_steps)
+        critic_folder = model_folder(config.critic.model.path, mesh, run_dir)
+        module = build_value_model(critic_folder, mesh, fsdp_config=config.critic.fsdp, **trained)
+        critic = _learner("critic", module, config, mesh, total_steps)
     if config.ref_enabled:
         module = build_causal_lm(
-            folder, run.mesh, model_config=config.model, **frozen_options(config.ref.fsdp)
+            folder, mesh, model_config=config.model, **frozen_options(config.ref.fsdp)
         )
-        ref = Model(module=module, device=run.mesh.device, param_offload=True)
-    return Models(_learner("actor", actor, config, run, total_steps), critic, ref)
+        ref = Model(module=module, device=mesh.device, param_offload=True)
+    return Models(_learner("actor", actor, config, mesh, total_steps), critic, ref)
 
 
 def _check_positions(config: Config, hf_config: Any) -> None:
@@ -97,16 +96,16 @@ def frozen_options(fsdp: FsdpConfig) -> dict[str, Any]:
     }
 
 
-def _learner(name: str, module: nn.Module, config: Config, run: Run, total_steps: int) -> Learner:
+def _learner(name: str, module: nn.Module, config: Config, mesh: Mesh, total_steps: int) -> Learner:
     section = config.actor if name == "actor" else config.critic
     return Learner(
         name=name,
         module=module,
-        optimizer=make_optimizer(module, section.optim, run.mesh.device),
+        optimizer=make_optimizer(module, section.optim, mesh.device),
         optim=section.optim,
         grad_clip=section.grad_clip,
         total_steps=total_steps,
-        device=run.mesh.device,
+        device=mesh.device,
         param_offload=section.fsdp.param_offload,
         optimizer_offload=section.fsdp.optimizer_offload,
     )

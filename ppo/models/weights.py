@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ppo.errors import InputError
+from sharding.agree import together
 
 logger = logging.getLogger(__name__)
 
@@ -261,21 +262,17 @@ def _load_through_host(
 
     What is wrong with the files is raised on every rank.
     """
-    rank = dist.get_rank(source.group)
+    rank, whole = dist.get_rank(source.group), {}
     logger.info(
         "%s: loading through one whole copy on the host of rank 0 (%s)", files.folder, reason
     )
-    whole: dict[str, Tensor] = {}
-    found: list[WeightsError | None] = [None]
-    if rank == 0:
-        try:
+
+    def build() -> None:
+        if rank == 0:
             host = source.build()
-            whole = {**dict(host.named_parameters()), **dict(host.named_buffers())}
-        except WeightsError as error:
-            found = [error]
-    dist.broadcast_object_list(found, group_src=0, group=source.group)
-    if found[0] is not None:
-        raise found[0]
+            whole.update({**dict(host.named_parameters()), **dict(host.named_buffers())})
+
+    together(build, source.group, WeightsError, expected=WeightsError, name_ranks=False)
     for name, target in targets.items():
         full = torch.empty(target.shape, dtype=target.dtype)
         if rank == 0 and name in whole:

@@ -86,7 +86,7 @@ def open_collector(
     config: Config, run: Run, prompts: PromptSets, actor: Model
 ) -> Iterator[Collector]:
     """Start the engine, asleep."""
-    folder = model_folder(config.model.path, run)
+    folder = model_folder(config.model.path, run.mesh, run.dir)
     engine = build_engine(config, run.mesh, folder, prompts.tokenizer, run.dir, module=actor.module)
     with closing(engine):
         yield Collector(

@@ -7,11 +7,11 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion, Engine, Request, SamplingParams
 from ppo.run.run import Run
+from sharding.agree import gather
 from sharding.mesh import Mesh
 
 UIDS_PER_PROMPT = 2**20
@@ -113,9 +113,8 @@ def _gather(
 ) -> list[Completion]:
     """Completions of all requests, by request number; each rollout group's leader sends its own."""
     mine = _Packed.of(completions) if mesh.rollout_tp_rank == 0 else None
-    parts: list[_Packed | None] = [None] * mesh.dims.world_size
-    dist.all_gather_object(parts, mine, group=mesh.host_group)
     merged: dict[int, Completion] = {}
+    parts = gather(mine, mesh.host_group)
     packed = (part for part in parts if part is not None)  # in the order of the replicas
     for share, part in zip(shares, packed, strict=True):
         merged.update(zip(share, part.unpack(), strict=True))

@@ -8,11 +8,10 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ppo.batch import make_batch
@@ -28,6 +27,7 @@ from ppo.models.learner import Model
 from ppo.models.roles import frozen_options
 from ppo.packing import Batcher, make_batcher, pad_id_of
 from ppo.run.run import Run
+from sharding.agree import together
 from sharding.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -80,24 +80,21 @@ class RewardModel:
     ) -> list[list[int]]:
         """Token ids of every conversation on every rank; each rank tokenizes its share."""
         world_size = mesh.dims.world_size
-        mine, error = [], None
-        try:
-            for prompt, text in zip(
-                prompts[mesh.rank :: world_size], texts[mesh.rank :: world_size], strict=True
-            ):
-                ids = until_scored(
-                    conversation_ids(self.tokenizer, prompt, text),
-                    getattr(self.model.hf_config, "pad_token_id", None),
+        pad_token_id = getattr(self.model.hf_config, "pad_token_id", None)
+
+        def share() -> list[np.ndarray]:
+            return [
+                np.array(
+                    until_scored(
+                        conversation_ids(self.tokenizer, prompts[i], texts[i]), pad_token_id
+                    ),
+                    np.int32,
                 )
-                mine.append(np.array(ids, np.int32))
-        except InputError as problem:
-            error = problem
-        parts: list[tuple[list[Any], InputError | None]] = [([], None)] * world_size
-        dist.all_gather_object(parts, (mine, error), group=mesh.host_group)
-        for _, problem in parts:
-            if problem is not None:
-                raise problem
-        return [parts[i % world_size][0][i // world_size].tolist() for i in range(len(prompts))]
+                for i in range(mesh.rank, len(prompts), world_size)
+            ]
+
+        parts = together(share, mesh.host_group, InputError, expected=InputError, name_ranks=False)
+        return [parts[i % world_size][i // world_size].tolist() for i in range(len(prompts))]
 
 
 def conversation_ids(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt, text: str) -> list[int]:
@@ -133,7 +130,7 @@ def build_reward_model(config: Config, run: Run) -> RewardModel | None:
     if not section.enable:
         return None
     assert section.path is not None  # check_config has seen to it
-    folder = model_folder(section.path, run, classifier=True)
+    folder = model_folder(section.path, run.mesh, run.dir, classifier=True)
     tokenizer = load_tokenizer(
         folder,
         trust_remote_code=config.model.trust_remote_code,

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ppo.batch import RolloutBatch
@@ -22,6 +21,7 @@ from ppo.rewards.contract import RewardError, RewardRequest, RewardResult
 from ppo.rewards.pool import RewardPool
 from ppo.rollout.reward_model import RewardModel, build_reward_model, conversation_ids
 from ppo.run.run import Run
+from sharding.agree import gather
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,8 +126,7 @@ class Scorer:
             mine.update(zip(share, job.results, strict=True))
 
         self.run.drive(work(), label="score")
-        parts: list[dict[int, RewardResult]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(parts, mine, group=mesh.host_group)
+        parts = gather(mine, mesh.host_group)
         merged = {index: result for part in parts for index, result in part.items()}
         return [merged[index] for index in range(len(texts))]
 

@@ -31,6 +31,7 @@ from ppo.run.folder import (
 )
 from ppo.run.progress import progress_bar
 from ppo.run.signals import SignalWatch
+from sharding.agree import errors_by_rank, raise_everywhere
 from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class Run:
         dist.all_reduce(state, dist.ReduceOp.MAX, group=self.mesh.host_group)
         waiting, failed, code = state.tolist()
         if failed:
-            self._raise_gathered(error)
+            raise_everywhere(error, self.mesh.host_group)
         self._note_stop(code)
         if code:
             self.raise_stop()
@@ -162,8 +163,7 @@ class Run:
 
         The message holds each different text once: every node may have found the same.
         """
-        texts = self._gather(None if error is None else str(error))
-        if found := dict.fromkeys(text for text in texts if text is not None):
+        if found := errors_by_rank(error, self.mesh.host_group):
             raise ConfigError([Problem("", None, text) for text in found]) from error
 
     def drive(self, work: Iterator[object], *, label: str = "") -> None:
@@ -241,16 +241,6 @@ class Run:
         status = read_status(self.dir)
         return status is not None and status["state"] == "failed"
 
-    def _raise_gathered(self, error: str | None) -> None:
-        """Collective: RuntimeError on every rank if any has an error."""
-        if message := _message(self._gather(error)):
-            raise RuntimeError(message)
-
-    def _gather(self, text: str | None) -> list[str | None]:
-        texts: list[str | None] = [None] * dist.get_world_size(self.mesh.host_group)
-        dist.all_gather_object(texts, text, group=self.mesh.host_group)
-        return texts
-
     def _own_stop_code(self) -> int:
         if self._signals.stop_signal is not None:
             return STOP_REASONS.index(self._signals.stop_signal)
@@ -274,15 +264,3 @@ def _level_of(exception: BaseException) -> int:
 
 def _describe(exception: BaseException | None) -> str | None:
     return None if exception is None else f"{type(exception).__name__}: {exception}"
-
-
-def _message(errors: Sequence[str | None]) -> str:
-    """One line per different error, with the ranks that had it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, error in enumerate(errors):
-        if error is not None:
-            ranks.setdefault(error, []).append(rank)
-    return "\n".join(
-        f"rank{'s' if len(r) > 1 else ''} {', '.join(map(str, r))}: {error}"
-        for error, r in ranks.items()
-    )

@@ -10,7 +10,7 @@ a trainer.
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
+from sharding.agree import gather, together
 from sharding.checkpoint import files as files
 from sharding.checkpoint import tensors as tensors
 from sharding.checkpoint.files import CheckpointError
@@ -158,7 +159,7 @@ class Checkpointer:
             CheckpointError: on all ranks: there are checkpoints, and every one is damaged.
         """
         self.finish()
-        (candidates,) = self._from_rank_0(lambda: [files.list_checkpoints(self.folder)])
+        candidates = self._list()
         for candidate in candidates:
             damage = self._find_damage(candidate)
             if damage is None:
@@ -214,17 +215,20 @@ class Checkpointer:
         """The first damage that any rank finds in its share of the files."""
         size = self._mesh.dims.world_size
         mine = files.find_damage(path, share=self._mesh.rank, num_shares=size)
-        found: list[str | None] = [None] * size
-        dist.all_gather_object(found, mine, group=self._mesh.host_group)
+        found = gather(mine, self._mesh.host_group)
         damage = next((text for text in found if text is not None), None)
         if damage is None:
             self._verified.add(path)
         return damage
 
-    def _from_rank_0(self, make: Callable[[], list[Any]]) -> list[Any]:
-        values = make() if self._mesh.rank == 0 else [None]
-        dist.broadcast_object_list(values, src=0, group=self._mesh.host_group)
-        return values
+    def _list(self) -> list[Path]:
+        """The checkpoints that rank 0 finds; another node may see a new folder later."""
+
+        def look() -> list[Path]:
+            return files.list_checkpoints(self.folder) if self._mesh.rank == 0 else []
+
+        group = self._mesh.host_group
+        return together(look, group, CheckpointError, expected=(OSError, CheckpointError))[0]
 
 
 def _render(assets: Sequence[Any]) -> dict[str, bytes]:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from sharding.agree import gather, raise_everywhere, together
 from sharding.checkpoint import files as files
 from sharding.checkpoint.export import write_hf
 from sharding.checkpoint.files import CheckpointError, FileRecord
@@ -105,13 +106,11 @@ class CheckpointWriter:
         try:
             save(job.table, storage_writer=writer, process_group=self.group)
         except CheckpointException as error:  # raised on all ranks when any fails
-            self._agree(str(writer.error) if writer.error else None)
+            raise_everywhere(writer.error, self.group, CheckpointError)
             raise CheckpointError(causes(error)) from error
-        written: list[dict[str, FileRecord]] = [{}] * self.mesh.dims.world_size
-        dist.all_gather_object(written, writer.records, group=self.group)
         return {
             f"{files.TENSORS}/{name}": record
-            for records in written
+            for records in gather(writer.records, self.group)
             for name, record in records.items()
         }
 
@@ -155,22 +154,8 @@ class CheckpointWriter:
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
         """Run it on rank 0; a failure there is a CheckpointError everywhere."""
-        failure = None
-        if self.mesh.rank == 0:
-            try:
-                action()
-            except FAILURES as error:
-                failure = str(error) or repr(error)
-                logger.debug("writing failed", exc_info=True)
-        self._agree(failure)
-
-    def _agree(self, failure: str | None) -> None:
-        """Raise CheckpointError on all ranks when there is a failure on any."""
-        found: list[str | None] = [None] * self.mesh.dims.world_size
-        dist.all_gather_object(found, failure, group=self.group)
-        failed = {rank: text for rank, text in enumerate(found) if text is not None}
-        if failed:
-            raise CheckpointError("; ".join(f"rank {r}: {text}" for r, text in failed.items()))
+        step = action if self.mesh.rank == 0 else lambda: None
+        together(step, self.group, CheckpointError, expected=FAILURES)
 
 
 def causes(error: CheckpointException) -> str:

@@ -16,10 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ppo.config import Config
@@ -27,6 +26,7 @@ from ppo.engines.contract import Completion, Request, SamplingParams, check_requ
 from ppo.engines.sglang import args as sglang_args
 from ppo.engines.sglang.process import EngineError, HostProcess
 from ppo.engines.sglang.sync import WeightSync
+from sharding.agree import raise_everywhere, together
 from sharding.mesh import Mesh
 from sharding.reshard.shards import named_shards
 
@@ -36,6 +36,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 GIB = 1024**3
 START_TIMEOUT_S = 900.0  # imports, graph capture: nothing reports progress meanwhile
 _END = object()
+T = TypeVar("T")
 
 
 class EngineState(Enum):
@@ -147,12 +148,12 @@ class SGLangEngine:
         """One sync; checksums and, where they differ, a second pass that names both values."""
         ask = self._ask if self.is_leader else None
         due = self._verify_due()
-        self._gather(None, self._sync.run(ask, action="load", checked=due))
+        self._raise(self._sync.run(ask, action="load", checked=due))
         self.stats = self._sync.stats()
         self._syncs += 1
         if due and (self._sync.whole or any(self._agree(lambda: self._sync.differing))):
-            self._gather(None, self._sync.run(ask, action="verify"))
-            self._gather(None, [f"checksums differ: {name}" for name in self._sync.differing])
+            self._raise(self._sync.run(ask, action="verify"))
+            self._raise([f"checksums differ: {name}" for name in self._sync.differing])
         if due:
             logger.info("the weights of SGLang and of the trainer are equal")
 
@@ -270,23 +271,10 @@ class SGLangEngine:
         timeout_s = min(self.rollout.timeout_s, self.config.trainer.comm_timeout_s / 2)
         return self._host.ask(verb, timeout_s=timeout_s, **arguments)
 
-    def _agree(self, step: Callable[[], Any]) -> list[Any]:
+    def _agree(self, step: Callable[[], T]) -> list[T]:
         """What a step returns on every rank; an error on one is raised on all. Collective."""
-        result, problems = None, []
-        try:
-            result = step()
-        except RuntimeError as error:
-            problems.append(str(error))
-        return self._gather(result, problems)
+        return together(step, self.mesh.host_group, EngineError)
 
-    def _gather(self, result: Any, problems: list[str]) -> list[Any]:
-        gathered: list[Any] = [None] * self.mesh.dims.world_size
-        dist.all_gather_object(gathered, (result, problems), group=self.mesh.host_group)
-        lines = [
-            text if text.startswith("rank ") else f"rank {rank}: {text}"
-            for rank, (_, texts) in enumerate(gathered)
-            for text in texts
-        ]
-        if lines:
-            raise EngineError("\n".join(lines))
-        return [result for result, _ in gathered]
+    def _raise(self, problems: Sequence[str]) -> None:
+        """Raise on every rank what any has found. Collective."""
+        raise_everywhere(problems, self.mesh.host_group, EngineError)

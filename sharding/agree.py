@@ -1,0 +1,105 @@
+"""How ranks tell each other plain values, and how an error of one becomes an error of all.
+
+Owns the exchange of Python objects over a host group. Must not know what the ranks were doing.
+Everything here is collective: all ranks of the group call it in the same order, whatever happened
+to them, because a rank that stays away leaves the others waiting.
+
+Errors travel as text: an exception may not survive pickling, and a rank that fails to send its own
+would be the one that stays away.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Error = BaseException | str | Sequence[str] | None
+"""What is wrong on this rank: an exception, its text, several texts, or nothing."""
+
+
+def gather(value: T, group: ProcessGroup) -> list[T]:
+    """The value of every rank of the group, in its order. `value` must survive pickling."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def errors_by_rank(error: Error, group: ProcessGroup) -> dict[str, list[int]]:
+    """Each different error of the group once, with the (global) ranks that have it."""
+    return _by_rank(gather(_texts(error), group), group)
+
+
+def raise_everywhere(
+    error: Error,
+    group: ProcessGroup,
+    kind: Callable[[str], Exception] = RuntimeError,
+    *,
+    name_ranks: bool = True,
+) -> None:
+    """Raise `kind` on every rank of the group if any has an error, with the text of each.
+
+    name_ranks: false where the same is wrong for all, such as a file that each of them reads.
+    """
+    if found := errors_by_rank(error, group):
+        cause = error if isinstance(error, BaseException) else None
+        raise kind(_message(found, name_ranks)) from cause
+
+
+def together(
+    step: Callable[[], T],
+    group: ProcessGroup,
+    kind: Callable[[str], Exception] = RuntimeError,
+    *,
+    expected: type[Exception] | tuple[type[Exception], ...] = RuntimeError,
+    name_ranks: bool = True,
+) -> list[T]:
+    """What `step` returns on every rank, in the order of the group.
+
+    Raises on all ranks what it raises on any: `kind` for an `expected` exception, RuntimeError with
+    the name of the exception for another one. Its traceback is in the log of the rank that had it.
+    """
+    value, error, surprise = None, None, False
+    try:
+        value = step()
+    except Exception as exception:  # raised again below, on every rank
+        logger.debug("raised on every rank", exc_info=True)
+        error, surprise = exception, not isinstance(exception, expected)
+    texts = [f"{type(error).__name__}: {error}"] if surprise else _texts(error)
+    told = gather((value, texts, surprise), group)
+    if found := _by_rank([texts for _, texts, _ in told], group):
+        is_surprise = any(surprise for _, _, surprise in told)
+        message = _message(found, name_ranks or is_surprise)
+        raise (RuntimeError if is_surprise else kind)(message) from error
+    return [value for value, _, _ in told]  # pyright: ignore[reportReturnType]
+
+
+def _texts(error: Error) -> list[str]:
+    if error is None:
+        return []
+    if isinstance(error, BaseException):
+        return [str(error) or repr(error)]
+    return [error] if isinstance(error, str) else list(error)
+
+
+def _by_rank(texts: Sequence[Sequence[str]], group: ProcessGroup) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, own in zip(dist.get_process_group_ranks(group), texts, strict=True):
+        for text in own:
+            ranks.setdefault(text, []).append(rank)
+    return ranks
+
+
+def _message(found: Mapping[str, Sequence[int]], name_ranks: bool) -> str:
+    """One error a line; one that names its rank already is not given it twice."""
+    if not name_ranks:
+        return "\n".join(found)
+    named = {
+        text: f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: "
+        for text, ranks in found.items()
+    }
+    return "\n".join(text if text.startswith(who) else who + text for text, who in named.items())
