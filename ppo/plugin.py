@@ -6,6 +6,7 @@ Owns finding and importing such a file. Must not import torch: reward workers us
 import ast
 import importlib.util
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +42,34 @@ def parse_plugin(path: str, name: str) -> ast.stmt | None:
 def load_plugin(path: str, name: str) -> Any:
     """Import the file and return its `name`. Raises PluginError; errors of the file itself pass.
 
-    The file's folder is searched first for what it imports, as for a script.
+    The file's folder is searched first for what it imports, as for a script. Its module has the
+    name under which it can be imported from there: processes that multiprocessing spawns import it.
     """
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise PluginError(f"{path}: no such file (from {Path.cwd()})")
-    module_name = f"plugin_{file.stem}"
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    module_name = _module_name(file)
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
         raise PluginError(f"{path}: is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look their module up
-    sys.path.insert(0, str(file.parent))
     spec.loader.exec_module(module)
     if not hasattr(module, name):
         names = [key for key in vars(module) if not key.startswith("_")]
         raise PluginError(f"{path}: defines no '{name}'; it has {', '.join(names) or 'nothing'}")
     return getattr(module, name)
+
+
+def _module_name(file: Path) -> str:
+    """The file's own name, or another where that one means another module."""
+    spec = None
+    with suppress(ImportError, ValueError):  # names such as reward.v2
+        spec = importlib.util.find_spec(file.stem)
+    is_own = spec is not None and spec.origin == str(file)
+    return file.stem if is_own else f"plugin_{file.stem}"
 
 
 def _top_level(statements: list[ast.stmt]) -> list[ast.stmt]:

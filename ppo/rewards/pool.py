@@ -235,6 +235,9 @@ class RewardPool:
                 self._record(slot, message)
 
     def _record(self, slot: _Slot, message: dict[str, Any]) -> None:
+        if message.get("number") not in slot.items:  # it is not the worker that speaks
+            slot.deadline = float("-inf")
+            return
         item = slot.items.pop(message["number"])
         if "failed" in message:
             result = RewardResult(None, message["failed"], message["traceback"])

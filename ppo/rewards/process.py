@@ -19,6 +19,8 @@ from ppo.rewards.worker import Function, Task
 
 ROOT = Path(__file__).resolve().parents[2]
 """folder of the package ppo: the worker may be started from anywhere"""
+LARGEST_MESSAGE = 64 << 20
+"""bytes; a function that writes to the socket could announce any number"""
 START = (
     "import sys; sys.path.insert(0, sys.argv[1]); from ppo.rewards.worker import main; "
     "main(int(sys.argv[2]), int(sys.argv[3]))"
@@ -69,13 +71,14 @@ class WorkerProcess:
             self.has_unread = True
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message; None when the worker has died."""
+        """The next message; None when the worker has died, or no longer speaks as one."""
         try:
-            return json.loads(self.channel.recv_bytes())
-        except (EOFError, OSError) as error:
+            message = json.loads(self.channel.recv_bytes(LARGEST_MESSAGE))
+        except (EOFError, OSError, ValueError, RecursionError) as error:
             # a Unix socket that closes over unread data resets the other end
             self.has_unread = self.has_unread or isinstance(error, ConnectionResetError)
             return None
+        return message if isinstance(message, dict) else None
 
     def kill(self, *, wait_s: float = 0.0) -> str:
         """End it and all that it started; says how it ended, for messages.
@@ -86,8 +89,48 @@ class WorkerProcess:
         """
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(wait_s)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        _kill_group(self.pid)
         code = self.process.wait()
         self.channel.close()
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def _kill_group(group: int) -> None:
+    """End all processes of a group, but for multiprocessing's resource trackers.
+
+    A tracker unlinks the shared memory and the semaphores that the others leave behind, and ends
+    by itself when the last of them has gone.
+    """
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGSTOP)  # from here on nobody forks
+        trackers = [pid for pid in _members(group) if _is_resource_tracker(pid)]
+        if not trackers:
+            os.killpg(group, signal.SIGKILL)
+            return
+        for pid in _members(group):
+            if pid not in trackers:
+                _send_signal(pid, signal.SIGKILL)
+        for pid in trackers:
+            _send_signal(pid, signal.SIGCONT)
+
+
+def _members(group: int) -> list[int]:
+    """Process ids of a group; empty where there is no /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    with suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _send_signal(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

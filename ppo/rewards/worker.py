@@ -1,6 +1,6 @@
 """A scoring process: `worker.main(fd, parent)`, started by ppo/rewards/process.py.
 
-Owns what a worker does to itself (limits, signals, death with its parent) and its loop: take a
+Owns what a worker does to itself (limits, death with its parent) and its loop: take a
 group of samples, answer each. Must not import torch: N of these run beside the trainer.
 
 Messages, on one socket: in come pickles of the program's own types; out go JSON lines, so that
@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from ppo.rewards.contract import RewardError, RewardRequest
+from ppo.rewards.forks import begin_children_afresh, ended_in_children, ignore_signals
 from ppo.rewards.function import call, load_function, read
 
 MEMORY_LIMIT_GIB = 8
@@ -52,10 +53,14 @@ class Task(NamedTuple):
 def main(fd: int, parent: int) -> None:
     """Serve until the parent closes its end of the socket `fd`, or dies."""
     _die_with(parent)
+    ignore_signals()
     _limit_resources()
+    os.set_inheritable(fd, False)  # by what the function executes
     channel = Connection(fd)
+    begin_children_afresh(channel)
     settings, timeout_s = pickle.loads(channel.recv_bytes())
-    function = _load(settings, channel)
+    with ended_in_children():
+        function = _load(settings, channel)
     if function is None:
         return
     is_async = inspect.iscoroutinefunction(function)
@@ -71,7 +76,7 @@ def main(fd: int, parent: int) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """End when the parent ends, however it does; ignore what is meant for the trainer."""
+    """End when the parent ends, however it does."""
     with suppress(OSError, AttributeError):  # Linux
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -81,9 +86,6 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        # a handler instead of SIG_IGN: processes that the function starts do not inherit it
-        signal.signal(getattr(signal, name), lambda *_: None)
 
 
 def _limit_resources() -> None:
@@ -114,9 +116,10 @@ def _score(
     function: Callable[..., Any], settings: Function, task: Task, runner: asyncio.Runner
 ) -> dict[str, Any]:
     try:
-        value = call(function, settings, task.request)
-        if inspect.isawaitable(value):
-            value = runner.run(_awaited(value))
+        with ended_in_children():
+            value = call(function, settings, task.request)
+            if inspect.isawaitable(value):
+                value = runner.run(_awaited(value))
         return _success(task, value, settings)
     except (Exception, SystemExit) as error:  # it costs this sample only
         return _failure(task, error)
@@ -138,8 +141,9 @@ async def _score_together(
     async def score(task: Task) -> None:
         limit = asyncio.timeout(timeout_s)
         try:
-            async with limit:
-                value = await call(function, settings, task.request)
+            with ended_in_children():
+                async with limit:
+                    value = await call(function, settings, task.request)
             answer = _success(task, value, settings)
         except (Exception, SystemExit) as error:  # as in _score
             answer = _failure(task, error)
