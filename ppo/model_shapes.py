@@ -1,6 +1,7 @@
 """Sizes of a model without loading it: from its config.json, the Hub cache, or a table.
 
-Owns how many parameters sit where. Must not import torch or transformers: `--check` runs in
+Owns how many parameters sit where, and what an engine's weights and KV cache take, so that
+`--check` and the engines have one rule. Must not import torch or transformers: `--check` runs in
 seconds and needs no weights.
 """
 
@@ -9,9 +10,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
+
+from sharding.heads import Heads, text_value
 
 SHAPES_FILE = Path(__file__).resolve().parents[1] / "configs" / "model_shapes.yaml"
 _SUFFIXES = ("-Instruct", "-it", "-Base", "-Chat")
@@ -28,16 +31,47 @@ TINY = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """What memory and mesh degrees depend on. Counts are of parameters unless a name says else."""
+# SGLang counts its last token and a reserve into the context; prompt + response never exceed
+# rollout.max_model_len.
+CONTEXT_MARGIN = 8
+KV_PAGE = 256  # a multiple of every page size of SGLang's attention backends
 
-    model_type: str
-    hidden_size: int
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Layers and heads: what a token costs in attention, and leaves in a KV cache."""
+
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+    @classmethod
+    def of(cls, config: Any) -> AttentionShape:
+        """Of any decoder, from the keys of a config.json or transformers' configuration."""
+        heads = Heads.of(config)
+        return cls(
+            num_layers=text_value(config, "num_hidden_layers"),
+            num_heads=heads.query,
+            num_kv_heads=heads.kv,
+            head_dim=heads.dim,
+        )
+
+    def kv_bytes_per_token(self, *, tp: int, itemsize: int) -> int:
+        """Bytes that one token takes in the KV cache of one of `tp` ranks.
+
+        Keys and values of every layer; a rank holds its share of the kv heads, or one that others
+        hold too.
+        """
+        return 2 * self.num_layers * -(-self.num_kv_heads // tp) * self.head_dim * itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(AttentionShape):
+    """What memory and mesh degrees depend on. Counts are of parameters unless a name says else."""
+
+    model_type: str
+    hidden_size: int
     intermediate_size: int
     """width of the MLP; of a mixture of experts, of all experts that a token visits"""
     vocab_size: int
@@ -65,10 +99,38 @@ class ModelShape:
         """Of the causal LM."""
         return self.num_layers * self.layer_params + self.root_params
 
-    @property
-    def kv_values_per_token(self) -> int:
-        """Numbers that one token leaves in the KV cache."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+class EngineMemory(NamedTuple):
+    """What an engine takes of one of its devices when it is awake."""
+
+    weight_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+
+
+def sglang_memory(
+    shape: AttentionShape,
+    *,
+    num_params: int,
+    itemsize: int,
+    tp: int,
+    device_bytes: float,
+    utilization: float,
+    max_model_len: int,
+    max_num_seqs: int,
+    on_cpu: bool,
+) -> EngineMemory:
+    """Weights and KV cache of one of SGLang's `tp` ranks: what its share of a device leaves.
+
+    On a CPU, where the memory is not the engine's alone, the cache is no larger than `max_num_seqs`
+    sequences can fill. It is of use when it holds one sequence of `max_model_len` + CONTEXT_MARGIN.
+    """
+    weights = num_params * itemsize // tp
+    per_token = shape.kv_bytes_per_token(tp=tp, itemsize=itemsize)
+    pages = max(0, int(utilization * device_bytes - weights)) // per_token // KV_PAGE
+    if on_cpu:
+        pages = min(pages, -(-max_num_seqs * (max_model_len + CONTEXT_MARGIN) // KV_PAGE))
+    return EngineMemory(weights, pages * KV_PAGE * per_token, pages * KV_PAGE)
 
 
 def find_shape(path: str) -> tuple[ModelShape, str] | None:
@@ -122,34 +184,29 @@ def parse_shape(config: dict[str, Any]) -> ModelShape:
     ]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads = config.get("num_key_value_heads") or heads
+    attention = AttentionShape.of(config)
     model_type = config.get("model_type", "llama")
     mlp, width = _mlp(config)
     return ModelShape(
+        **vars(attention),
         model_type=model_type,
         hidden_size=config["hidden_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
         intermediate_size=width,
         vocab_size=config["vocab_size"],
         tied=config.get("tie_word_embeddings", model_type.startswith("gemma")),
-        layer_params=mlp + _attention(config, heads, kv_heads, head_dim),
+        layer_params=mlp + _attention(config, attention),
     )
 
 
-def _attention(config: dict[str, Any], heads: int, kv_heads: int, head_dim: int) -> int:
+def _attention(config: dict[str, Any], shape: AttentionShape) -> int:
     """Projections, their biases and all norms of one layer."""
     hidden, model_type = config["hidden_size"], config.get("model_type", "")
-    query, key_value = heads * head_dim, kv_heads * head_dim
+    query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     count = hidden * (2 * query + 2 * key_value)
     if model_type.startswith("qwen2") or config.get("attention_bias"):
         count += query + 2 * key_value
     if model_type.startswith(("qwen3", "gemma3")):
-        count += 2 * head_dim
+        count += 2 * shape.head_dim
     return count + hidden * (4 if model_type.startswith(("gemma2", "gemma3")) else 2)
 
 

@@ -10,6 +10,7 @@ from ppo.batch import RolloutBatch
 from ppo.config import Config
 from ppo.losses import rollout_probs_diff
 from ppo.metrics import Metrics, timing_shares
+from ppo.model_shapes import AttentionShape
 from ppo.models.flops import ModelSize, batch_flops, utilisation
 from ppo.models.learner import Learner
 from ppo.packing import Batcher, assign
@@ -97,11 +98,10 @@ def perf_metrics(
 
 
 def _model_size(learner: Learner) -> ModelSize:
-    hf = learner.hf_config
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    shape = AttentionShape.of(learner.hf_config)
     return ModelSize(
         num_params=sum(p.numel() for p in learner.module.parameters()),
-        num_layers=hf.num_hidden_layers,
-        num_heads=hf.num_attention_heads,
-        head_dim=head_dim,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        head_dim=shape.head_dim,
     )

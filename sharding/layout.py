@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+from sharding.heads import Heads
+
 Style = Literal["sglang", "hf"]
 Shapes = Mapping[str, Sequence[int]]
 
@@ -226,15 +228,13 @@ class _Split(NamedTuple):
         problems = split_problems(config, tp)
         if problems:
             raise ValueError("; ".join(problems))
-        heads = config["num_attention_heads"]
-        kv_heads = config.get("num_key_value_heads") or heads
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        copies = max(1, tp // kv_heads)  # ranks that hold the same kv head
-        kv_rows = max(1, kv_heads // tp) * head_dim
+        heads = Heads.of(config)
+        copies = max(1, tp // heads.kv)  # ranks that hold the same kv head
+        kv_rows = max(1, heads.kv // tp) * heads.dim
         return cls(
             tp=tp,
             tp_rank=tp_rank,
-            q_rows=heads // tp * head_dim,
+            q_rows=heads.query // tp * heads.dim,
             kv_rows=kv_rows,
             kv_start=tp_rank // copies * kv_rows,
             intermediate=config["intermediate_size"] // tp,
@@ -254,18 +254,15 @@ class _Split(NamedTuple):
 
 def split_problems(config: Mapping[str, Any], tp: int) -> list[str]:
     """What keeps SGLang from splitting a model over ``tp`` ranks, one sentence per reason."""
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    problems = []
-    if heads % tp:
-        problems.append(f"tensor_model_parallel_size {tp} does not divide {heads} attention heads")
-    if kv_heads % tp and tp % kv_heads:
+    query, kv, _ = Heads.of(config)
+    size, problems = config["intermediate_size"], []
+    if query % tp:
+        problems.append(f"tensor_model_parallel_size {tp} does not divide {query} attention heads")
+    if kv % tp and tp % kv:
         problems.append(
-            f"tensor_model_parallel_size {tp} neither divides nor is a multiple of "
-            f"{kv_heads} kv heads"
+            f"tensor_model_parallel_size {tp} neither divides nor is a multiple of {kv} kv heads"
         )
-    if config["intermediate_size"] % tp:
-        size = config["intermediate_size"]
+    if size % tp:
         problems.append(f"tensor_model_parallel_size {tp} does not divide intermediate_size {size}")
     return problems
 

@@ -22,7 +22,7 @@ MATHS = {"ppo.advantages", "ppo.kl", "ppo.logprobs", "ppo.losses"}
 MAY_IMPORT: dict[str, set[str]] = {
     "ppo.errors": set(),
     "ppo.metrics": {"sharding"},
-    "ppo.model_shapes": set(),
+    "ppo.model_shapes": {"sharding"},
     "ppo.files": {"ppo.errors"},
     "ppo.plugin": {"ppo.errors"},
     "ppo.tracking": {"ppo.errors", "ppo.files"},
@@ -52,8 +52,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ppo.run", "ppo.tracking", "sharding"),
     },
     "ppo.step_metrics": {
-        *("ppo.batch", "ppo.config", "ppo.losses", "ppo.metrics", "ppo.models", "ppo.packing"),
-        "sharding",
+        *("ppo.batch", "ppo.config", "ppo.losses", "ppo.metrics", "ppo.model_shapes"),
+        *("ppo.models", "ppo.packing", "sharding"),
     },
     "ppo.state": {
         *("ppo.config", "ppo.data", "ppo.errors", "ppo.kl", "ppo.models", "ppo.run", "sharding"),
@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ONLY_PREPARE_KNOWS_SCORERS = "ppo/data/prepare/"
 NO_TORCH = (
     *("ppo/check/", "ppo/config/", "ppo/rewards/", "ppo/errors.py", "ppo/plugin.py"),
-    *("ppo/model_shapes.py", "sharding/dims.py", "sharding/layout.py"),
+    *("ppo/model_shapes.py", "sharding/dims.py", "sharding/heads.py", "sharding/layout.py"),
 )
 MOST_PAIRS_OF_ROOMS = 115
 MOST_FILES_OF_A_FOLDER = 18

@@ -21,7 +21,7 @@ from ppo.check.memory_pass import (
     training_pass,
 )
 from ppo.config import ActorConfig, Config, CriticConfig, FsdpConfig
-from ppo.model_shapes import ModelShape
+from ppo.model_shapes import CONTEXT_MARGIN, ModelShape, sglang_memory
 from sharding.dims import ParallelDims
 
 GIB = 1 << 30
@@ -106,17 +106,29 @@ def host_bytes(plan: Plan) -> list[Item]:
 def kv_cache(plan: Plan) -> tuple[int, float]:
     """(tokens, bytes) of an engine's KV cache on one rank."""
     rollout, tp = plan.config.rollout, plan.dims.rollout_tp
-    shape, item = plan.actor, ITEM_BYTES[rollout.dtype]
-    heads_share = max(shape.num_kv_heads, tp) / shape.num_kv_heads / tp
-    per_token = shape.kv_values_per_token * heads_share * item
-    if plan.sglang and plan.cuda:
-        free = rollout.gpu_memory_utilization * plan.device_bytes - _engine_weights(plan)
-        tokens = max(0, int(free // per_token))
-    else:
-        sequences = plan.config.data.train_batch_size * rollout.n
-        rows = min(rollout.max_num_seqs, -(-sequences // plan.dims.rollout_dp))
-        tokens = rows * _longest(plan)
-    return tokens, tokens * per_token
+    itemsize = ITEM_BYTES[rollout.dtype]
+    if plan.sglang:
+        memory = sglang_memory(
+            plan.actor,
+            num_params=plan.actor.num_params,
+            itemsize=itemsize,
+            tp=tp,
+            device_bytes=plan.device_bytes,
+            utilization=rollout.gpu_memory_utilization,
+            max_model_len=rollout.max_model_len,
+            max_num_seqs=rollout.max_num_seqs,
+            on_cpu=not plan.cuda,
+        )
+        return memory.kv_tokens, memory.kv_bytes
+    sequences = plan.config.data.train_batch_size * rollout.n
+    rows = min(rollout.max_num_seqs, -(-sequences // plan.dims.rollout_dp))
+    tokens = rows * _longest(plan)
+    return tokens, tokens * plan.actor.kv_bytes_per_token(tp=tp, itemsize=itemsize)
+
+
+def kv_context(plan: Plan) -> int:
+    """Tokens that the KV cache has to hold at least: one sequence, as the engine counts it."""
+    return plan.config.rollout.max_model_len + (CONTEXT_MARGIN if plan.sglang else 0)
 
 
 def _actor(plan: Plan) -> ShardedModel:
@@ -200,7 +212,7 @@ def _generate(plan: Plan) -> Iterator[Item]:
     yield from _resident(plan)
     yield Item("engine weights", _engine_weights(plan))
     yield Item("KV cache", kv_cache(plan)[1])
-    if not (plan.sglang and plan.cuda):
+    if not plan.sglang:
         rows = min(plan.config.rollout.max_num_seqs, plan.config.data.train_batch_size)
         yield Item("logits and sampling", 3 * rows * plan.actor.vocab_size * 4)
 

@@ -12,7 +12,16 @@ from collections.abc import Iterator
 
 from ppo.check.files import missing_files, to_download
 from ppo.check.memory_pass import Item
-from ppo.check.memory_phases import GIB, Phase, Plan, host_bytes, kv_cache, micro_tokens, phases
+from ppo.check.memory_phases import (
+    GIB,
+    Phase,
+    Plan,
+    host_bytes,
+    kv_cache,
+    kv_context,
+    micro_tokens,
+    phases,
+)
 from ppo.check.rules import check_config
 from ppo.check.warnings import config_warnings
 from ppo.config import (
@@ -189,14 +198,15 @@ def _models(
         shapes[name], source = shape
         count = f", {_count(shape[0].num_params)} parameters" if name == "actor" else ""
         lines.append(f"{name}: {path}{count} ({source})")
+    cuda = config.trainer.device != "cpu"
     plan = Plan(
         config=config,
         dims=dims,
         actor=shapes["actor"],
         critic=shapes.get("critic", shapes["actor"]),
         reward_model=shapes.get("reward model"),
-        cuda=config.trainer.device != "cpu",
-        sglang=config.rollout.engine != "torch",
+        cuda=cuda,
+        sglang=config.rollout.engine == "sglang" or (config.rollout.engine == "auto" and cuda),
         device_bytes=device_memory_gib * GIB,
     )
     found = phases(plan)
@@ -247,12 +257,12 @@ def _not_fitting(plan: Plan, found: list[Phase]) -> Iterator[Problem]:
                 _advice(plan, phase, largest),
             )
     tokens, _ = kv_cache(plan)
-    if tokens < plan.config.rollout.max_model_len:
+    if tokens < kv_context(plan):
         yield Problem(
             "rollout.gpu_memory_utilization",
             plan.config.rollout.gpu_memory_utilization,
-            f"leaves a KV cache of {tokens} tokens, less than one sequence of "
-            f"rollout.max_model_len = {plan.config.rollout.max_model_len}",
+            f"leaves a KV cache of {tokens} tokens, less than one sequence of {kv_context(plan)} "
+            f"(rollout.max_model_len = {plan.config.rollout.max_model_len})",
             "raise it, or rollout.tensor_model_parallel_size",
         )
 

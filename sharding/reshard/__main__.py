@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sharding.dims import ParallelDims
+from sharding.heads import Heads
 from sharding.layout import FAMILIES, role_of, split_problems, tp_layouts, view_2d
 from sharding.reshard.exchange import topology_of
 from sharding.reshard.geometry import Source
@@ -57,9 +58,8 @@ def decoder_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    q, kv = heads * head_dim, config["num_key_value_heads"] * head_dim
+    hidden, heads = config["hidden_size"], Heads.of(config)
+    q, kv = heads.query * heads.dim, heads.kv * heads.dim
     qwen2 = config["model_type"] == "qwen2"  # always a bias on q, k and v, never on o
     for name, rows in (("q", q), ("k", kv), ("v", kv)):
         yield f"self_attn.{name}_proj.weight", (rows, hidden)
@@ -72,7 +72,7 @@ def _layer_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"mlp.{name}_proj.weight", (config["intermediate_size"], hidden)
     yield "mlp.down_proj.weight", (hidden, config["intermediate_size"])
     for name in FAMILIES[config["model_type"]].norms:
-        yield f"{name}.weight", (head_dim if name.startswith("self_attn.") else hidden,)
+        yield f"{name}.weight", (heads.dim if name.startswith("self_attn.") else hidden,)
 
 
 def model_plan(

@@ -21,6 +21,7 @@ from ppo.engines.contract import Completion, Request, SamplingParams, check_requ
 from ppo.engines.embedded.generation import Generation, longest_row
 from ppo.engines.embedded.model import LocalModel
 from ppo.engines.embedded.stop_text import StopText
+from ppo.model_shapes import AttentionShape
 from sharding.mesh import Mesh
 from sharding.reshard.checksums import Checksums
 from sharding.reshard.resharder import Resharder
@@ -218,12 +219,9 @@ class TorchEngine:
 
     def _token_bytes(self) -> int:
         """KV cache of one token on this rank."""
-        config = self._hf_config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None)
-        head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        local_heads = heads // self._mesh.dims.rollout_tp
-        return 2 * config.num_hidden_layers * local_heads * head_dim * self._dtype.itemsize
+        return AttentionShape.of(self._hf_config).kv_bytes_per_token(
+            tp=self._mesh.dims.rollout_tp, itemsize=self._dtype.itemsize
+        )
 
     def _log_generation(self, generation: Generation, elapsed_s: float) -> None:
         kv_tokens = generation.cache.rows * generation.cache.columns

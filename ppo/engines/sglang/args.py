@@ -8,21 +8,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ppo.config import Config
 from ppo.config.sections.rollout import RolloutConfig
+from ppo.model_shapes import CONTEXT_MARGIN, AttentionShape, EngineMemory, sglang_memory
 from sharding.dims import ParallelDims
 
 LOADER = "ppo.engines.sglang.loader.load"
 CPU_ENGINE = Path(__file__).resolve().parents[3] / "launch" / "cpu_engine"
-
-# The engine counts its last token and a reserve into the context; prompt + response never exceed
-# rollout.max_model_len.
-CONTEXT_MARGIN = 8
-KV_PAGE = 256  # a multiple of every page size of SGLang's attention backends
 
 OURS = frozenset(
     (
@@ -34,66 +30,34 @@ OURS = frozenset(
 """arguments that follow from other keys, so that rollout.engine_kwargs may not have them"""
 
 
-def kv_bytes_per_token(hf_config: Any, *, tp: int, itemsize: int) -> int:
-    """Bytes that one token takes in the KV cache of one rank.
-
-    Keys and values of every layer; a rank holds kv_heads / tp heads, or one that others hold too.
-    """
-    text = hf_config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * -(-heads // tp) * head_dim * itemsize
-
-
-def kv_cache_tokens(
-    *, device_bytes: int, utilization: float, weight_bytes: int, token_bytes: int, context: int
-) -> int:
-    """Tokens that fit into what the engine's share of a device leaves beside its weights.
-
-    Raises ValueError when that is less than one sequence of `context` tokens.
-    """
-    gib = 1024**3
-    tokens = int(utilization * device_bytes - weight_bytes) // token_bytes // KV_PAGE * KV_PAGE
-    if tokens < context:
-        raise ValueError(
-            f"rollout.gpu_memory_utilization={utilization:g}: of {device_bytes / gib:.1f} GiB, "
-            f"beside {weight_bytes / gib:.1f} GiB of weights, {max(tokens, 0)} tokens of KV cache "
-            f"remain, less than one sequence of {context}; raise it, or tensor_model_parallel_size"
-        )
-    return tokens
-
-
-class Memory(NamedTuple):
-    """What the engine takes of each of its devices when it is awake."""
-
-    weight_bytes: int
-    kv_bytes: int
-    kv_tokens: int
-
-
 def plan_memory(
     rollout: RolloutConfig, hf_config: Any, *, parameters: int, device_bytes: int, on_cpu: bool
-) -> Memory:
+) -> EngineMemory:
     """Weights and KV cache of one rank of an engine for a model of so many parameters.
 
-    `device_bytes` is a device's whole memory. On a CPU, where it is not the engine's alone, the
-    cache is no larger than rollout.max_num_seqs sequences can fill.
-    Raises ValueError when the cache cannot hold one sequence.
+    `device_bytes` is a device's whole memory. Raises ValueError when the cache cannot hold one
+    sequence.
     """
-    tp, itemsize = rollout.tensor_model_parallel_size, getattr(torch, rollout.dtype).itemsize
-    weight_bytes = parameters * itemsize // tp
-    token_bytes = kv_bytes_per_token(hf_config, tp=tp, itemsize=itemsize)
-    context = rollout.max_model_len + CONTEXT_MARGIN
-    tokens = kv_cache_tokens(
+    memory = sglang_memory(
+        AttentionShape.of(hf_config),
+        num_params=parameters,
+        itemsize=getattr(torch, rollout.dtype).itemsize,
+        tp=rollout.tensor_model_parallel_size,
         device_bytes=device_bytes,
         utilization=rollout.gpu_memory_utilization,
-        weight_bytes=weight_bytes,
-        token_bytes=token_bytes,
-        context=context,
+        max_model_len=rollout.max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        on_cpu=on_cpu,
     )
-    if on_cpu:
-        tokens = min(tokens, -(-rollout.max_num_seqs * context // KV_PAGE) * KV_PAGE)
-    return Memory(weight_bytes, tokens * token_bytes, tokens)
+    gib, context = 1024**3, rollout.max_model_len + CONTEXT_MARGIN
+    if memory.kv_tokens < context:
+        raise ValueError(
+            f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}: of "
+            f"{device_bytes / gib:.1f} GiB, beside {memory.weight_bytes / gib:.1f} GiB of weights, "
+            f"{memory.kv_tokens} tokens of KV cache remain, less than one sequence of {context}; "
+            "raise it, or tensor_model_parallel_size"
+        )
+    return memory
 
 
 def device_bytes(device: torch.device, ranks_per_node: int) -> int:

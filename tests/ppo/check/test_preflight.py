@@ -64,14 +64,15 @@ def plan(
     gib: float = 80,
 ) -> Plan:
     config: Config = load_config(None, [*REQUIRED, *overrides])
+    engine, cuda = config.rollout.engine, config.trainer.device != "cpu"
     return Plan(
         config=config,
         dims=config.dims(ranks * nodes, ranks),
         actor=shape_of(model),
         critic=shape_of(model),
         reward_model=shape_of(reward_model) if reward_model else None,
-        cuda=config.trainer.device != "cpu",
-        sglang=config.rollout.engine != "torch",
+        cuda=cuda,
+        sglang=engine == "sglang" or (engine == "auto" and cuda),
         device_bytes=gib * GIB,
     )
 
@@ -231,10 +232,52 @@ def test_the_kv_cache_takes_what_weights_leave_of_its_share():
     # 28 layers x 2 x (4 kv heads / 4) x 128 x 2 bytes
     assert size == tokens * 14336
     weights = 7_615_616_512 * 2 / 4
-    assert tokens == (0.6 * 80 * GIB - weights) // 14336
+    assert tokens == (0.6 * 80 * GIB - weights) // 14336 // 256 * 256
     repeated = plan("rollout.tensor_model_parallel_size=8", model="Qwen/Qwen2.5-7B-Instruct")
     tokens, size = kv_cache(repeated)
     assert size == tokens * 14336
+
+
+def test_the_kv_cache_of_the_plan_is_the_one_that_the_engine_asks_for():
+    from transformers import Qwen2Config
+
+    from ppo.engines.sglang.args import plan_memory
+
+    hf_config = Qwen2Config(
+        hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        intermediate_size=18944, vocab_size=152064,
+    )  # fmt: skip
+    for device, size_gib, expected in (("auto", 80, 1_232_128), ("cpu", 16, 256)):
+        seven = plan(
+            *("rollout.engine=sglang", f"trainer.device={device}", "rollout.max_model_len=120"),
+            *("rollout.tensor_model_parallel_size=2", "rollout.max_num_seqs=2"),
+            *("data.max_prompt_length=60", "data.max_response_length=60"),
+            "rollout.gpu_memory_utilization=0.5",
+            model="Qwen/Qwen2.5-7B-Instruct",
+            gib=size_gib,
+        )
+        memory = plan_memory(
+            seven.config.rollout,
+            hf_config,
+            parameters=PUBLISHED["Qwen/Qwen2.5-7B-Instruct"],
+            device_bytes=size_gib * GIB,
+            on_cpu=device == "cpu",
+        )
+        assert kv_cache(seven) == (memory.kv_tokens, memory.kv_bytes) == (expected, memory.kv_bytes)
+        assert memory.weight_bytes == item(seven, "generate", "engine weights")
+
+
+@pytest.mark.parametrize(("context", "fits"), [(248, True), (249, False)])
+def test_the_plan_refuses_what_the_engine_refuses(capsys, context: int, fits: bool):
+    """A page of 256 tokens, all that there is, holds a sequence and the engine's reserve of 8."""
+    num_params = shape_of("tiny").num_params
+    page = 256 * 2 * 2 * 4 * 8 * 4  # layers x (k, v) x kv heads x head_dim x bytes of a token
+    size_gib = (num_params * 4 + 1.5 * page) / 0.6 / GIB
+    lengths = ["data.max_prompt_length=128", f"data.max_response_length={context - 128}"]
+    arguments = [*REQUIRED, *lengths, f"check.device_memory_gib={size_gib}"]
+    run_check(parse_args(["--config", "ppo_tiny.yaml", "--check", "trainer.device=auto",
+                          "rollout.engine=sglang", *arguments]))  # fmt: skip
+    assert ("rollout.gpu_memory_utilization = 0.6" not in capsys.readouterr().err) == fits
 
 
 def test_a_share_without_room_for_one_sequence_is_a_problem(capsys):

@@ -17,6 +17,7 @@ from ppo.config.sections.model import ModelConfig
 from ppo.config.sections.rollout import RolloutConfig
 from ppo.engines.sglang import args as sglang_args
 from ppo.engines.sglang import host as sglang_host
+from ppo.model_shapes import AttentionShape
 from sharding.mesh import ParallelDims
 
 
@@ -39,9 +40,10 @@ def config(**rollout) -> Config:
 
 def test_a_token_of_qwen_7b_takes_57344_bytes_and_never_less_than_one_head():
     # 2 x 28 layers x 4 heads x 128 x 2 bytes
-    assert sglang_args.kv_bytes_per_token(QWEN_7B, tp=1, itemsize=2) == 57344
-    assert sglang_args.kv_bytes_per_token(QWEN_7B, tp=4, itemsize=2) == 57344 // 4
-    assert sglang_args.kv_bytes_per_token(QWEN_7B, tp=8, itemsize=2) == 57344 // 4  # repeated
+    shape = AttentionShape.of(QWEN_7B)
+    assert shape.kv_bytes_per_token(tp=1, itemsize=2) == 57344
+    assert shape.kv_bytes_per_token(tp=4, itemsize=2) == 57344 // 4
+    assert shape.kv_bytes_per_token(tp=8, itemsize=2) == 57344 // 4  # repeated
 
 
 def test_the_kv_cache_is_what_the_share_of_the_card_leaves_beside_the_weights():
