@@ -113,8 +113,8 @@ def _model_paths(config: Config) -> dict[str, str]:
     """Each model path once, by the first key that names it."""
     paths = {config.model.path: "model.path"}
     paths.setdefault(config.model.tokenizer_path, "model.tokenizer_path")
-    for key, path in config.model_paths.items():
-        paths.setdefault(path, key)
+    for role in config.models.values():
+        paths.setdefault(role.path, role.path_key)
     return {key: path for path, key in paths.items() if path != "tiny"}
 
 

@@ -35,6 +35,8 @@ class ShardedModel:
     name: str
     """actor, critic, ref or reward model"""
     shape: ModelShape
+    has_logits: bool
+    """a causal LM; else one number per token"""
     fsdp: FsdpConfig
     shard_size: int
     """ranks that share the parameters"""
@@ -45,11 +47,6 @@ class ShardedModel:
     def root_params(self) -> int:
         """Of FSDP's root group: embedding, last norm, head."""
         return self.shape.root_params if self.has_logits else self.shape.value_root_params
-
-    @property
-    def has_logits(self) -> bool:
-        """A causal LM; else one number per token."""
-        return self.name in ("actor", "ref")
 
     @property
     def compute(self) -> int:

@@ -7,7 +7,7 @@ and workspaces are assumed items; fragmentation of the allocator is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from ppo.check.memory_pass import (
     total,
     training_pass,
 )
-from ppo.config import ActorConfig, Config, CriticConfig, FsdpConfig
+from ppo.config import ActorConfig, Config, CriticConfig
 from ppo.model_shapes import CONTEXT_MARGIN, ModelShape, sglang_memory
 from sharding.dims import ParallelDims
 
@@ -49,23 +49,44 @@ class Plan:
 
     config: Config
     dims: ParallelDims
-    actor: ModelShape
-    critic: ModelShape
-    reward_model: ModelShape | None = None
+    shapes: Mapping[str, ModelShape]
+    """by the name of the model: one for each of config.models"""
     cuda: bool
     sglang: bool
     device_bytes: float
+
+    @property
+    def actor(self) -> ModelShape:
+        """What the engine generates with."""
+        return self.shapes["actor"]
+
+    def models(self, *, trained: bool) -> list[ShardedModel]:
+        """Models that are trained, or those that rest on the host while they are idle."""
+        roles = self.config.models.values()
+        return [self.model(role.name) for role in roles if role.is_trained == trained]
+
+    def model(self, name: str) -> ShardedModel:
+        """One of config.models in numbers."""
+        role = self.config.models[name]
+        return ShardedModel(
+            name=name,
+            shape=self.shapes[name],
+            has_logits=role.has_logits,
+            fsdp=role.fsdp,
+            shard_size=self.dims.shard_size,
+            master=ITEM_BYTES[self.config.model.dtype],
+        )
 
 
 def phases(plan: Plan) -> list[Phase]:
     """Every phase of an iteration in order, for the rank that holds most."""
     found = [Phase("reshard", _drop(_reshard(plan))), Phase("generate", _drop(_generate(plan)))]
-    if plan.reward_model is not None:
+    if "reward model" in plan.config.models:
         found.append(Phase("reward model", _drop(_reward_model(plan))))
     found.append(Phase("log-probs", _drop(_log_probs(plan))))
-    if plan.config.critic_enabled:
-        found.append(Phase("train critic", _drop(_train(plan, _critic(plan), plan.config.critic))))
-    found.append(Phase("train actor", _drop(_train(plan, _actor(plan), plan.config.actor))))
+    if "critic" in plan.config.models:
+        found.append(Phase("train critic", _drop(_train(plan, "critic", plan.config.critic))))
+    found.append(Phase("train actor", _drop(_train(plan, "actor", plan.config.actor))))
     return found
 
 
@@ -90,7 +111,7 @@ def host_bytes(plan: Plan) -> list[Item]:
     batch = samples * response * (8 * 4 + 1)
     ids = samples * (config.data.max_prompt_length + response) * 36
     items = [Item("rollout batch on every rank", ranks * batch), Item("token ids", ranks * ids)]
-    for model in _trained(plan):
+    for model in plan.models(trained=True):
         fsdp, params = model.fsdp, model.shard_params
         if fsdp.param_offload or fsdp.offload_policy:
             items.append(Item(f"{model.name} parameters", ranks * params * model.master))
@@ -98,7 +119,7 @@ def host_bytes(plan: Plan) -> list[Item]:
             items.append(Item(f"{model.name} Adam moments", ranks * params * 2 * model.master))
         if fsdp.offload_policy:
             items.append(Item(f"{model.name} gradients", ranks * params * model.master))
-    for model in _frozen(plan) if plan.cuda else []:
+    for model in plan.models(trained=False) if plan.cuda else []:
         items.append(Item(f"{model.name} parameters", ranks * model.shard_params * model.compute))
     return _drop(items)
 
@@ -131,48 +152,13 @@ def kv_context(plan: Plan) -> int:
     return plan.config.rollout.max_model_len + (CONTEXT_MARGIN if plan.sglang else 0)
 
 
-def _actor(plan: Plan) -> ShardedModel:
-    return _model(plan, "actor", plan.actor, plan.config.actor.fsdp)
-
-
-def _critic(plan: Plan) -> ShardedModel:
-    return _model(plan, "critic", plan.critic, plan.config.critic.fsdp)
-
-
-def _ref(plan: Plan) -> ShardedModel:
-    return _model(plan, "ref", plan.actor, plan.config.ref.fsdp)
-
-
-def _frozen(plan: Plan) -> list[ShardedModel]:
-    """Models that rest on the host while they are idle."""
-    found = [_ref(plan)] if plan.config.ref_enabled else []
-    if plan.reward_model is not None:
-        fsdp = plan.config.reward.model.fsdp
-        found.append(_model(plan, "reward model", plan.reward_model, fsdp))
-    return found
-
-
-def _model(plan: Plan, name: str, shape: ModelShape, fsdp: FsdpConfig) -> ShardedModel:
-    return ShardedModel(
-        name=name,
-        shape=shape,
-        fsdp=fsdp,
-        shard_size=plan.dims.shard_size,
-        master=ITEM_BYTES[plan.config.model.dtype],
-    )
-
-
-def _trained(plan: Plan) -> list[ShardedModel]:
-    return [_actor(plan), _critic(plan)] if plan.config.critic_enabled else [_actor(plan)]
-
-
 def _resident(plan: Plan, *, with_params: str = "", with_optimizer: str = "") -> Iterator[Item]:
     """What rests on the device: all of a model, less what is offloaded and not in use."""
     if plan.cuda:
         yield Item("trainer's CUDA context and workspaces (assumed)", TRAINER_CONTEXT)
         if plan.sglang:
             yield Item("engine's CUDA context and graphs (assumed)", ENGINE_CONTEXT)
-    for model in _trained(plan):
+    for model in plan.models(trained=True):
         fsdp = model.fsdp
         if fsdp.offload_policy and plan.cuda:
             continue
@@ -180,7 +166,7 @@ def _resident(plan: Plan, *, with_params: str = "", with_optimizer: str = "") ->
             yield Item(f"{model.name} parameters", model.shard_params * model.master)
         if not (plan.cuda and fsdp.optimizer_offload) or model.name == with_optimizer:
             yield Item(f"{model.name} Adam moments", model.shard_params * 2 * model.master)
-    for model in _frozen(plan):
+    for model in plan.models(trained=False):
         if not plan.cuda or with_params == model.name:
             yield Item(f"{model.name} parameters", model.shard_params * model.compute)
 
@@ -219,14 +205,13 @@ def _generate(plan: Plan) -> Iterator[Item]:
 
 def _reward_model(plan: Plan) -> Iterator[Item]:
     """The reward model reads as many tokens as actor and critic do, by its own tokenizer or not."""
-    yield from _forward_only(
-        plan, _frozen(plan)[-1], plan.config.reward.model.max_token_len_per_gpu
-    )
+    budget = plan.config.reward.model.max_token_len_per_gpu
+    yield from _forward_only(plan, plan.model("reward model"), budget)
 
 
 def _log_probs(plan: Plan) -> Iterator[Item]:
     """The forward-only pass that holds most: of the reference where there is one."""
-    model = _ref(plan) if plan.config.ref_enabled else _actor(plan)
+    model = plan.model("ref" if "ref" in plan.config.models else "actor")
     yield from _forward_only(plan, model, plan.config.ref.log_prob_max_token_len_per_gpu)
 
 
@@ -241,8 +226,9 @@ def _forward_only(plan: Plan, model: ShardedModel, budget: int) -> Iterator[Item
     yield from forward_pass(model, run)
 
 
-def _train(plan: Plan, model: ShardedModel, section: ActorConfig | CriticConfig) -> Iterator[Item]:
-    options, tokens = plan.config.model, micro_tokens(plan, section)
+def _train(plan: Plan, name: str, section: ActorConfig | CriticConfig) -> Iterator[Item]:
+    model, options = plan.model(name), plan.config.model
+    tokens = micro_tokens(plan, section)
     samples = -(-section.ppo_mini_batch_size * plan.config.rollout.n // plan.dims.dp)
     run = Pass(
         tokens=tokens,

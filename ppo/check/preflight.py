@@ -37,11 +37,6 @@ from ppo.model_shapes import ModelShape, find_shape
 from sharding.dims import ParallelDims
 
 LARGEST = 5  # items shown of each phase
-MODEL_NAMES = {
-    "model.path": "actor",
-    "critic.model.path": "critic",
-    "reward.model.path": "reward model",
-}
 
 
 def run_check(options: CommandLine) -> int:
@@ -94,9 +89,11 @@ def report(config: Config, *, nnodes: int, nproc_per_node: int, device_memory_gi
 def check_shapes(config: Config, dims: ParallelDims) -> list[Problem]:
     """Degrees that the attention heads of the models do not allow; unknown models pass."""
     found = []
-    for key, path in config.model_paths.items():
-        shape, is_again = find_shape(path), key != "model.path" and path == config.model.path
-        if shape is not None and not is_again:
+    keys: dict[str, str] = {}
+    for role in config.models.values():
+        keys.setdefault(role.path, role.path_key)  # a model with two roles is wrong once
+    for path, key in keys.items():
+        if shape := find_shape(path):
             found += _head_problems(key, path, shape[0], dims)
     return found
 
@@ -191,27 +188,26 @@ def _models(
 ) -> tuple[list[str], list[Problem]]:
     """The models, and memory where their sizes are known."""
     shapes, lines = {}, []
-    for key, path in config.model_paths.items():
-        name, shape = MODEL_NAMES[key], find_shape(path)
-        if shape is None:
-            return [f"memory: not checked, sizes of {path} are not known here"], []
-        shapes[name], source = shape
-        count = f", {_count(shape[0].num_params)} parameters" if name == "actor" else ""
-        lines.append(f"{name}: {path}{count} ({source})")
+    for role in config.models.values():
+        found = find_shape(role.path)
+        if found is None:
+            return [f"memory: not checked, sizes of {role.path} are not known here"], []
+        shapes[role.name], source = found
+        count = f", {_count(found[0].num_params)} parameters" if role.name == "actor" else ""
+        if role.name != "ref":  # it is the actor's
+            lines.append(f"{role.name}: {role.path}{count} ({source})")
     cuda = config.trainer.device != "cpu"
     plan = Plan(
         config=config,
         dims=dims,
-        actor=shapes["actor"],
-        critic=shapes.get("critic", shapes["actor"]),
-        reward_model=shapes.get("reward model"),
+        shapes=shapes,
         cuda=cuda,
         sglang=config.rollout.engine == "sglang" or (config.rollout.engine == "auto" and cuda),
         device_bytes=device_memory_gib * GIB,
     )
-    found = phases(plan)
-    lines += [*_memory(plan, found), *_host(plan)]
-    return lines, [*check_shapes(config, dims), *_not_fitting(plan, found)]
+    predicted = phases(plan)
+    lines += [*_memory(plan, predicted), *_host(plan)]
+    return lines, [*check_shapes(config, dims), *_not_fitting(plan, predicted)]
 
 
 def _memory(plan: Plan, found: list[Phase]) -> Iterator[str]:

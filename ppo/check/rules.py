@@ -43,9 +43,8 @@ def _degrees(config: Config, dims: ParallelDims) -> Iterator[Problem]:
         yield Problem(path, int(value), rule) if path else Problem("", None, text)
     if dims.problems():
         return
-    for name, fsdp, used in _models(config):
-        if not used:
-            continue
+    for role in config.models.values():
+        name, fsdp = role.section, role.fsdp
         if name != "actor":
             own = ParallelDims(
                 world_size=dims.world_size,
@@ -69,15 +68,6 @@ def _degrees(config: Config, dims: ParallelDims) -> Iterator[Problem]:
             f"must be actor.ulysses_sequence_parallel_size ({dims.sp}): all models share one mesh",
             "leave it out",
         )
-
-
-def _models(config: Config) -> list[tuple[str, FsdpConfig, bool]]:
-    return [
-        ("actor", config.actor.fsdp, True),
-        ("critic", config.critic.fsdp, config.critic_enabled),
-        ("ref", config.ref.fsdp, config.ref_enabled),
-        ("reward.model", config.reward.model.fsdp, config.reward.model.enable),
-    ]
 
 
 def _strategy(name: str, fsdp: FsdpConfig, dims: ParallelDims) -> Iterator[Problem]:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppo.config import ActorConfig, Config, CriticConfig
+from ppo.config import Config
 
 
 def config_warnings(config: Config, *, world_size: int) -> list[str]:
     """One line for each option that has no effect, or an effect that few people want."""
     return [
         *_training(config),
-        *_micro_batches("actor", config.actor),
-        *(_micro_batches("critic", config.critic) if config.critic_enabled else ()),
+        *_micro_batches(config),
         *_algorithm(config),
         *_data(config),
         *_rollout(config),
@@ -49,7 +48,7 @@ def _training(config: Config) -> Iterator[str]:
             f"actor.checkpoint.save_contents = {config.actor.checkpoint.save_contents}: without "
             "optimizer a resumed run starts with new Adam moments"
         )
-    for name in ("actor", "critic") if config.critic_enabled else ("actor",):
+    for name in _trained(config):
         optim, fsdp = getattr(config, name).optim, getattr(config, name).fsdp
         if optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
             yield f"{name}.optim.lr_warmup_steps_ratio has no effect beside lr_warmup_steps"
@@ -64,9 +63,16 @@ def _training(config: Config) -> Iterator[str]:
             yield f"{name}.fsdp.mixed_precision.param_dtype float16: there is no loss scaling"
 
 
-def _micro_batches(name: str, section: ActorConfig | CriticConfig) -> Iterator[str]:
-    if section.use_dynamic_bsz and section.ppo_micro_batch_size_per_gpu is not None:
-        yield f"{name}.ppo_micro_batch_size_per_gpu has no effect with use_dynamic_bsz"
+def _micro_batches(config: Config) -> Iterator[str]:
+    for name in _trained(config):
+        section = getattr(config, name)
+        if section.use_dynamic_bsz and section.ppo_micro_batch_size_per_gpu is not None:
+            yield f"{name}.ppo_micro_batch_size_per_gpu has no effect with use_dynamic_bsz"
+
+
+def _trained(config: Config) -> list[str]:
+    """Sections of the models that are trained."""
+    return [role.section for role in config.models.values() if role.is_trained]
 
 
 def _algorithm(config: Config) -> Iterator[str]:
@@ -124,7 +130,7 @@ def _rollout(config: Config) -> Iterator[str]:
 def _sizes(config: Config, world_size: int) -> Iterator[str]:
     longest = config.data.max_prompt_length + config.data.max_response_length
     sp = config.actor.ulysses_sequence_parallel_size
-    for name in ("actor", "critic") if config.critic_enabled else ("actor",):
+    for name in _trained(config):
         section = getattr(config, name)
         row = section.ppo_max_token_len_per_gpu * sp
         if section.use_dynamic_bsz and row < longest:

@@ -3,7 +3,7 @@
 from ppo.config.cli import CommandLine, parse_args
 from ppo.config.fields import ConfigError, Problem
 from ppo.config.load import changed_keys, find_config, from_yaml, load_config, to_yaml
-from ppo.config.root import Config
+from ppo.config.root import Config, ModelRole
 from ppo.config.sections.actor import ActorConfig, CriticConfig, RefConfig
 from ppo.config.sections.algorithm import AlgorithmConfig, KlControlConfig
 from ppo.config.sections.data import DataConfig
@@ -24,6 +24,7 @@ __all__ = [
     "FsdpConfig",
     "KlControlConfig",
     "ModelConfig",
+    "ModelRole",
     "OptimConfig",
     "ParallelConfig",
     "Problem",

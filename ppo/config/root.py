@@ -6,17 +6,45 @@ Owns the accessors that need more than one section. Must not know how files are 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from ppo.config.fields import Section
 from ppo.config.sections.actor import ActorConfig, CriticConfig, RefConfig
 from ppo.config.sections.algorithm import AlgorithmConfig
 from ppo.config.sections.data import DataConfig
-from ppo.config.sections.model import ModelConfig, ParallelConfig
+from ppo.config.sections.model import FsdpConfig, ModelConfig, ParallelConfig
 from ppo.config.sections.reward import RewardConfig
 from ppo.config.sections.rollout import RolloutConfig
 from ppo.config.sections.trainer import CheckConfig, TrainerConfig
 from sharding.dims import ParallelDims
+
+
+class ModelRole(NamedTuple):
+    """One model of a run: what it is called, how it is used, where it comes from."""
+
+    name: str
+    section: str
+    """dotted path of its section"""
+    path_key: str
+    """dotted path of the key that names it"""
+    is_trained: bool
+    """has an optimizer and is saved; else it only runs forward, and rests on the host"""
+    has_logits: bool
+    """a causal LM; else it gives one number per token"""
+    path: str
+    """folder, name of the Hub, or tiny"""
+    fsdp: FsdpConfig
+
+
+# name, section, path_key, is_trained, has_logits: every model that a run may have
+MODEL_ROLES = (
+    ("actor", "actor", "model.path", True, True),
+    ("critic", "critic", "critic.model.path", True, False),
+    ("ref", "ref", "model.path", False, True),
+    ("reward model", "reward.model", "reward.model.path", False, False),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +74,23 @@ class Config(Section):
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
-    def model_paths(self) -> dict[str, str]:
-        """Where each model comes from, by its key: the policy, then critic and reward model."""
-        paths = {"model.path": self.model.path}
-        if self.critic_enabled:
-            paths["critic.model.path"] = self.critic.model.path
-        if self.reward.model.enable and self.reward.model.path is not None:
-            paths["reward.model.path"] = self.reward.model.path
-        return paths
+    def models(self) -> dict[str, ModelRole]:
+        """The models that this run has, by name, in the order of MODEL_ROLES."""
+        used = {
+            "actor": True,
+            "critic": self.critic_enabled,
+            "ref": self.ref_enabled,
+            "reward model": self.reward.model.enable and self.reward.model.path is not None,
+        }
+        return {
+            name: ModelRole(
+                *(name, section, path_key, is_trained, has_logits),
+                path=attrgetter(path_key)(self),
+                fsdp=attrgetter(f"{section}.fsdp")(self),
+            )
+            for name, section, path_key, is_trained, has_logits in MODEL_ROLES
+            if used[name]
+        }
 
     @property
     def run_dir(self) -> Path:

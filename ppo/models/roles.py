@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ppo.config import Config, FsdpConfig
+from ppo.config import Config, ModelRole
 from ppo.errors import InputError
 from ppo.models.build import build_causal_lm, build_value_model, load_hf_config
 from ppo.models.folder import model_folder
@@ -45,31 +45,22 @@ class Models(NamedTuple):
 
 def build_models(config: Config, mesh: Mesh, run_dir: Path, total_steps: int) -> Models:
     """Actor, critic and reference, each rank loading its own shards. Collective."""
-    folder = model_folder(config.model.path, mesh, run_dir)
-    master = getattr(torch, config.model.dtype)
-    trained = {
-        "model_config": config.model,
-        "checkpointing": config.model.enable_gradient_checkpointing,
-        "forward_only": False,
-        "dtype": master,
-    }
+    roles = config.models
+    options = {role.name: build_options(config, role) for role in roles.values()}
+    folder = model_folder(roles["actor"].path, mesh, run_dir)
     hf_config = load_hf_config(folder, config.model)
     _check_positions(config, hf_config)
     aligned = None
     if config.parallel.align_to_rollout:
         aligned = row_parallel_weight(hf_config.model_type)
-    actor = build_causal_lm(
-        folder, mesh, fsdp_config=config.actor.fsdp, shard_dim1=aligned, **trained
-    )
+    actor = build_causal_lm(folder, mesh, shard_dim1=aligned, **options["actor"])
     critic = ref = None
-    if config.critic_enabled:
-        critic_folder = model_folder(config.critic.model.path, mesh, run_dir)
-        module = build_value_model(critic_folder, mesh, fsdp_config=config.critic.fsdp, **trained)
+    if "critic" in roles:
+        critic_folder = model_folder(roles["critic"].path, mesh, run_dir)
+        module = build_value_model(critic_folder, mesh, **options["critic"])
         critic = _learner("critic", module, config, mesh, total_steps)
-    if config.ref_enabled:
-        module = build_causal_lm(
-            folder, mesh, model_config=config.model, **frozen_options(config.ref.fsdp)
-        )
+    if "ref" in roles:
+        module = build_causal_lm(folder, mesh, **options["ref"])
         ref = Model(module=module, device=mesh.device, param_offload=True)
     return Models(_learner("actor", actor, config, mesh, total_steps), critic, ref)
 
@@ -86,13 +77,15 @@ def _check_positions(config: Config, hf_config: Any) -> None:
         )
 
 
-def frozen_options(fsdp: FsdpConfig) -> dict[str, Any]:
-    """How a model is built that only runs forward."""
+def build_options(config: Config, role: ModelRole) -> dict[str, Any]:
+    """How a model is built for its role: what only runs forward is stored as it computes."""
+    stored = config.model.dtype if role.is_trained else role.fsdp.mixed_precision.param_dtype
     return {
-        "fsdp_config": fsdp,
-        "checkpointing": False,
-        "forward_only": True,
-        "dtype": getattr(torch, fsdp.mixed_precision.param_dtype),
+        "model_config": config.model,
+        "fsdp_config": role.fsdp,
+        "checkpointing": role.is_trained and config.model.enable_gradient_checkpointing,
+        "forward_only": not role.is_trained,
+        "dtype": getattr(torch, stored),
     }
 
 

@@ -24,7 +24,7 @@ from ppo.forward_passes import response_values
 from ppo.models.build import build_value_model
 from ppo.models.folder import model_folder
 from ppo.models.learner import Model
-from ppo.models.roles import frozen_options
+from ppo.models.roles import build_options
 from ppo.packing import Batcher, make_batcher, pad_id_of
 from ppo.run.run import Run
 from sharding.agree import together
@@ -126,24 +126,19 @@ def until_scored(ids: list[int], pad_token_id: int | None) -> list[int]:
 
 def build_reward_model(config: Config, run: Run) -> RewardModel | None:
     """The reward model, resting on the host; None where functions score alone."""
-    section = config.reward.model
-    if not section.enable:
+    role, section = config.models.get("reward model"), config.reward.model
+    if role is None:
         return None
-    assert section.path is not None  # check_config has seen to it
-    folder = model_folder(section.path, run.mesh, run.dir, classifier=True)
+    folder = model_folder(role.path, run.mesh, run.dir, classifier=True)
     tokenizer = load_tokenizer(
         folder,
         trust_remote_code=config.model.trust_remote_code,
         custom_chat_template=section.chat_template,
         template_key="reward.model.chat_template",
     )
-    module = build_value_model(
-        folder,
-        run.mesh,
-        model_config=replace(config.model, path=section.path, override_config={}),
-        needs_head=True,
-        **frozen_options(section.fsdp),
-    )
+    options = build_options(config, role)
+    options["model_config"] = replace(config.model, path=role.path, override_config={})
+    module = build_value_model(folder, run.mesh, needs_head=True, **options)
     model = Model(module=module, device=run.mesh.device, param_offload=True)
     model.rest()
     batcher = make_batcher(

@@ -100,7 +100,14 @@ def _case(
             optimizer.zero_grad(set_to_none=True)
     found = find_shape(str(folder))
     assert found is not None
-    model = ShardedModel(name=kind, shape=found[0], fsdp=fsdp, shard_size=dims.shard_size, master=4)
+    model = ShardedModel(
+        name=kind,
+        shape=found[0],
+        has_logits=kind == "actor",
+        fsdp=fsdp,
+        shard_size=dims.shard_size,
+        master=4,
+    )
     run = Pass(
         tokens=tokens,
         sp=sp,

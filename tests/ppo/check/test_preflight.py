@@ -58,7 +58,6 @@ def shape_of(path: str) -> ModelShape:
 def plan(
     *overrides: str,
     model: str = "tiny",
-    reward_model: str | None = None,
     ranks: int = 8,
     nodes: int = 1,
     gib: float = 80,
@@ -68,9 +67,7 @@ def plan(
     return Plan(
         config=config,
         dims=config.dims(ranks * nodes, ranks),
-        actor=shape_of(model),
-        critic=shape_of(model),
-        reward_model=shape_of(reward_model) if reward_model else None,
+        shapes={name: shape_of(model) for name in config.models},
         cuda=cuda,
         sglang=engine == "sglang" or (engine == "auto" and cuda),
         device_bytes=gib * GIB,
@@ -87,7 +84,8 @@ def item(plan: Plan, phase: str, name: str) -> float:
 
 
 def test_a_reward_model_is_on_the_device_only_while_it_scores():
-    seven_b = plan(model="Qwen/Qwen2.5-7B-Instruct", reward_model="Qwen/Qwen2.5-7B-Instruct")
+    seven_b = plan("reward.model.enable=true", "reward.model.path=any/classifier",
+                   model="Qwen/Qwen2.5-7B-Instruct")  # fmt: skip
     shape = shape_of("Qwen/Qwen2.5-7B-Instruct")
     # bfloat16 over 8 ranks, without the output head, with a value head
     params = (shape.num_params - shape.embedding_params + shape.hidden_size) * 2 / 8

@@ -367,3 +367,19 @@ def test_every_field_has_a_docstring():
             for field, following in itertools.pairwise([*section.body, ast.Pass()]):
                 if isinstance(field, ast.AnnAssign):
                     assert isinstance(following, ast.Expr), f"{file}: {ast.unparse(field)}"
+
+
+def test_the_models_of_a_run_are_those_that_its_algorithm_uses() -> None:
+    def models(*overrides: str) -> list[tuple[str, str, bool]]:
+        config = load_config(None, ["model.path=a/policy", "data.train_files=tiny", *overrides])
+        return [(role.name, role.path, role.is_trained) for role in config.models.values()]
+
+    actor, critic = ("actor", "a/policy", True), ("critic", "a/policy", True)
+    ref, reward_model = ("ref", "a/policy", False), ("reward model", "a/judge", False)
+    assert models() == [actor, critic, ref]
+    assert models("critic.model.path=a/value") == [actor, ("critic", "a/value", True), ref]
+    grpo = ["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false"]
+    assert models(*grpo) == [actor]
+    judged = ["reward.model.path=a/judge"]
+    assert models(*grpo, *judged) == [actor]
+    assert models(*grpo, *judged, "reward.model.enable=true") == [actor, reward_model]
