@@ -1,14 +1,23 @@
-"""The configuration: `load_config` reads YAML and overrides into a frozen `Config`."""
+"""The configuration: `load_config` reads YAML and overrides into a frozen `Config`.
+
+The sections and their types are imported from here and from nowhere else.
+"""
 
 from ppo.config.cli import CommandLine, parse_args
 from ppo.config.fields import ConfigError, Problem
 from ppo.config.load import changed_keys, find_config, from_yaml, load_config, to_yaml
 from ppo.config.root import Config, ModelRole
-from ppo.config.sections.actor import ActorConfig, CriticConfig, RefConfig
+from ppo.config.sections.actor import ActorConfig, CriticConfig, LossAggMode, RefConfig
 from ppo.config.sections.algorithm import AlgorithmConfig, KlControlConfig
-from ppo.config.sections.data import DataConfig
-from ppo.config.sections.model import FsdpConfig, ModelConfig, OptimConfig, ParallelConfig
-from ppo.config.sections.reward import RewardConfig
+from ppo.config.sections.data import CustomClassConfig, DataConfig
+from ppo.config.sections.model import (
+    FsdpConfig,
+    MixedPrecisionConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+)
+from ppo.config.sections.reward import RewardConfig, RewardFunctionConfig
 from ppo.config.sections.rollout import RolloutConfig
 from ppo.config.sections.trainer import CheckConfig, TrainerConfig
 
@@ -20,9 +29,12 @@ __all__ = [
     "Config",
     "ConfigError",
     "CriticConfig",
+    "CustomClassConfig",
     "DataConfig",
     "FsdpConfig",
     "KlControlConfig",
+    "LossAggMode",
+    "MixedPrecisionConfig",
     "ModelConfig",
     "ModelRole",
     "OptimConfig",
@@ -30,6 +42,7 @@ __all__ = [
     "Problem",
     "RefConfig",
     "RewardConfig",
+    "RewardFunctionConfig",
     "RolloutConfig",
     "TrainerConfig",
     "changed_keys",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ppo.errors import InputError
 
@@ -75,6 +75,24 @@ Seed = Annotated[int, Bound(ge=0, le=2**32 - 1)]
 """what torch, numpy and SGLang all take"""
 IntOrOff = Annotated[int, Bound(ge=-1)]
 """-1 switches the thing off"""
+
+
+_T = TypeVar("_T")
+_MAY_CHANGE = "may change at a resume"
+MayChange = Annotated[_T, _MAY_CHANGE]
+"""`MayChange[int]`: a resumed run may have another value than before, or other values in the whole
+section. Whatever changes neither samples nor gradients is marked so; a change of any other key is
+refused."""
+
+
+def may_change(hint: Any) -> bool:
+    """Whether the annotation is marked with `MayChange`."""
+    return _MAY_CHANGE in getattr(hint, "__metadata__", ())
+
+
+def bare(hint: Any) -> Any:
+    """The annotation without its marks: a type, a union, a Literal."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
 class Derive(NamedTuple):

@@ -7,7 +7,6 @@ Defaults < file < overrides. A key that is null or absent may take its value fro
 from __future__ import annotations
 
 import difflib
-import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,23 +21,6 @@ from ppo.config.schema import build, flatten, nest, schema, section_paths
 from ppo.config.text import Mismatch, Plain, coerce, dump, duration, is_null, parse
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
-
-# SPEC 2: total steps and epochs, save/test/log, sharding, micro-batches and budgets, rollout
-# parallelism; and what changes neither samples nor gradients (memory, time limits, folders).
-MAY_CHANGE = (
-    *("check.*", "parallel.*", "data.val_*", "*.fsdp.[!m]*", "*.checkpoint.*"),
-    *("*.ppo_micro_batch_size_per_gpu", "*.use_dynamic_bsz", "*max_token_len_per_gpu"),
-    *("*.ulysses_sequence_parallel_size", "trainer.balance_batch"),
-    *("model.enable_gradient_checkpointing", "model.enable_activation_offload"),
-    *("reward.num_workers", "rollout.tensor_model_parallel_size"),
-    *("rollout.gpu_memory_utilization", "rollout.max_num_*", "rollout.free_cache_engine"),
-    *("rollout.reshard_bucket_mib", "rollout.verify_weights", "rollout.enforce_eager"),
-    *("rollout.timeout_s", "rollout.val_kwargs.*", "trainer.total_*", "trainer.save_freq"),
-    *("trainer.test_freq", "trainer.val_*", "trainer.resume_mode", "trainer.async_save"),
-    *("trainer.allow_changed_config", "trainer.max_ckpt_to_keep", "trainer.keep_best"),
-    *("trainer.max_wall_time", "trainer.comm_timeout_s", "trainer.logger", "trainer.*_name"),
-    *("trainer.default_local_dir", "trainer.log_val_generations"),
-)
 
 
 def load_config(
@@ -94,14 +76,13 @@ def changed_keys(old: Config, new: Config) -> list[str]:
     """What differs between the configuration of a checkpoint and the present one and may not.
 
     Each entry reads `path: old -> new`. Sharding, budgets, lengths of the run and the like may
-    change at a resume (MAY_CHANGE).
+    change at a resume: their fields say so (`may_change`).
     """
     before, after = flatten(old), flatten(new)
     return [
         f"{path}: {before[path]!r} -> {after[path]!r}"
-        for path in before
-        if before[path] != after[path]
-        and not any(fnmatch.fnmatchcase(path, pattern) for pattern in MAY_CHANGE)
+        for path, key in schema().items()
+        if before[path] != after[path] and not key.may_change
     ]
 
 

@@ -10,7 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from ppo.config.fields import Section
+from ppo.config.fields import MayChange, Section
 from ppo.config.sections.actor import ActorConfig, CriticConfig, RefConfig
 from ppo.config.sections.algorithm import AlgorithmConfig
 from ppo.config.sections.data import DataConfig
@@ -51,8 +51,8 @@ MODEL_ROLES = (
 class Config(Section):
     """One section for each part of the program. Build it with `ppo.config.load_config`."""
 
-    check: CheckConfig = field(default_factory=CheckConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    check: MayChange[CheckConfig] = field(default_factory=CheckConfig)
+    parallel: MayChange[ParallelConfig] = field(default_factory=ParallelConfig)
     data: DataConfig
     model: ModelConfig
     actor: ActorConfig = field(default_factory=ActorConfig)

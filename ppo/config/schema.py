@@ -6,11 +6,13 @@ Owns where a key that is not given gets its value from. Must not know how files 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_type_hints
 
-from ppo.config.fields import Derive, Section
+from ppo.config.fields import Derive, Section, bare, may_change
 from ppo.config.root import Config
 
 
@@ -25,12 +27,16 @@ class Key(NamedTuple):
     derive: Derive | None
     """where the value comes from when the key is null or absent; None = the default"""
     is_duration: bool
+    may_change: bool
+    """a resumed run may have another value than before"""
+    is_inherited: bool
+    """of a section that follows another one key by key"""
 
 
 @cache
 def schema() -> dict[str, Key]:
     """Every key by its dotted path, in the order of the sections."""
-    return dict(_walk(Config, "", None, {}))
+    return dict(_walk(Config, "", _Above()))
 
 
 @cache
@@ -62,42 +68,58 @@ def build(cls: type, tree: dict[str, Any]) -> Any:
     hints = get_type_hints(cls)
     values = {
         field.name: build(hints[field.name], tree[field.name])
-        if _is_section(hints[field.name])
+        if is_section(hints[field.name])
         else tree[field.name]
         for field in dataclasses.fields(cls)
     }
     return cls(**values)
 
 
-def _walk(cls: type, prefix: str, inherit: str | None, own: dict[str, Any]):
+class _Above(NamedTuple):
+    """What the sections around a key say about it."""
+
+    inherit: str | None = None
+    """path of the section that theirs follows"""
+    own: Mapping[str, Any] = MappingProxyType({})
+    """defaults of theirs that do not follow"""
+    may_change: bool = False
+
+
+def _walk(cls: type, prefix: str, above: _Above) -> Iterator[tuple[str, Key]]:
     hints = get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         path, hint = prefix + field.name, hints[field.name]
-        if _is_section(hint):
-            source = f"{inherit}.{field.name}" if inherit else field.metadata.get("inherit")
-            yield from _walk(hint, path + ".", source, field.metadata.get("own", {}))
+        if is_section(hint):
+            meta = field.metadata
+            inherit = f"{above.inherit}.{field.name}" if above.inherit else meta.get("inherit")
+            below = _Above(inherit, meta.get("own", {}), above.may_change or may_change(hint))
+            yield from _walk(bare(hint), path + ".", below)
         else:
-            yield path, _key(field, hint, inherit, own)
+            yield path, _key(field, hint, above)
 
 
-def _key(field: dataclasses.Field, hint: Any, inherit: str | None, own: dict[str, Any]) -> Key:
+def _key(field: dataclasses.Field, hint: Any, above: _Above) -> Key:
     derive = field.metadata.get("derive")
     default = field.default if field.default_factory is MISSING else field.default_factory()
-    if field.name in own:
-        default = own[field.name]
-    elif inherit:
-        derive = Derive((f"{inherit}.{field.name}",), 1)
+    is_inherited = above.inherit is not None and field.name not in above.own
+    if field.name in above.own:
+        default = above.own[field.name]
+    elif above.inherit:
+        derive = Derive((f"{above.inherit}.{field.name}",), 1)
     return Key(
         hint=hint,
         required=default is MISSING,
         default=default,
         derive=derive,
         is_duration=field.metadata.get("duration", False),
+        may_change=above.may_change or may_change(hint),
+        is_inherited=is_inherited,
     )
 
 
-def _is_section(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, Section)
+def is_section(hint: Any) -> bool:
+    """Whether the annotation of a field is a section of its own."""
+    return isinstance(bare(hint), type) and issubclass(bare(hint), Section)
 
 
 def _value_at(config: Config, path: str) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from ppo.config.sections.data import DataConfig
+from ppo.config import DataConfig
 from ppo.data.rows import DataError, Row, Sample, find_files, is_tiny, parse_row, read_rows
 from ppo.data.tiny import tiny_rows
 from ppo.data.tokenizer import render_chat, token_ids

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ppo.config.sections.data import DataConfig
+from ppo.config import DataConfig
 from ppo.errors import InputError
 
 PARQUET = {".parquet"}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppo.config.sections.model import FsdpConfig, ModelConfig
+from ppo.config import FsdpConfig, ModelConfig
 from ppo.errors import InputError
 from ppo.models.forward import (
     install_input_hook,

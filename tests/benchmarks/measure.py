@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from ppo.config.sections.model import FsdpConfig, ModelConfig
+from ppo.config import FsdpConfig, ModelConfig
 from ppo.models.build import build_causal_lm
 from sharding.mesh import Mesh
 from tests.peak_memory import PeakTracker

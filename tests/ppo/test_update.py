@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo.batch import RolloutBatch
-from ppo.config import Config, load_config
-from ppo.config.sections.actor import LossAggMode
-from ppo.config.sections.model import MixedPrecisionConfig
+from ppo.config import Config, LossAggMode, MixedPrecisionConfig, load_config
 from ppo.metrics import Metrics
 from ppo.models.build import build_causal_lm, build_value_model
 from ppo.models.learner import Learner, make_optimizer

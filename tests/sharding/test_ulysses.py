@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ppo.config.sections.model import FsdpConfig, MixedPrecisionConfig, ModelConfig
+from ppo.config import FsdpConfig, MixedPrecisionConfig, ModelConfig
 from ppo.models.build import build_causal_lm, build_value_model
 from sharding.mesh import Mesh, ParallelDims, build_mesh
 from sharding.ulysses import gather_heads, kv_repeats, scatter_heads, ulysses_problems

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from ppo.config.fields import (
     Bound,
+    MayChange,
     NonNegative,
     Positive,
     PositiveInt,
@@ -54,13 +55,13 @@ class ActorConfig(Section):
 
     ppo_mini_batch_size: PositiveInt = 256
     """prompts of one optimizer step, over all ranks; divides data.train_batch_size"""
-    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
+    ppo_micro_batch_size_per_gpu: MayChange[PositiveInt | None] = None
     """sequences of one forward and backward without use_dynamic_bsz; null = all of a rank's"""
-    use_dynamic_bsz: bool = True
+    use_dynamic_bsz: MayChange[bool] = True
     """cut micro-batches by tokens instead of by sequences"""
-    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    ppo_max_token_len_per_gpu: MayChange[PositiveInt] = 16384
     """tokens of one forward and backward on a rank; the row of an sp group holds sp times these"""
-    log_prob_max_token_len_per_gpu: PositiveInt = derived(
+    log_prob_max_token_len_per_gpu: MayChange[PositiveInt] = derived(
         "actor.ppo_max_token_len_per_gpu", times=2
     )
     """tokens of one forward-only pass on a rank; null = 2 x ppo_max_token_len_per_gpu"""
@@ -90,11 +91,11 @@ class ActorConfig(Section):
     """largest gradient norm"""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """optimizer"""
-    ulysses_sequence_parallel_size: PositiveInt = 1
+    ulysses_sequence_parallel_size: MayChange[PositiveInt] = 1
     """ranks that share one sequence (sp)"""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     """sharding"""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: MayChange[CheckpointConfig] = field(default_factory=CheckpointConfig)
     """what a checkpoint holds"""
 
 
@@ -102,7 +103,9 @@ class ActorConfig(Section):
 class RefConfig(Section):
     """The frozen reference policy; a key that is null follows the actor's."""
 
-    log_prob_max_token_len_per_gpu: PositiveInt = derived("actor.log_prob_max_token_len_per_gpu")
+    log_prob_max_token_len_per_gpu: MayChange[PositiveInt] = derived(
+        "actor.log_prob_max_token_len_per_gpu"
+    )
     """tokens of one forward-only pass on a rank"""
     fsdp: FsdpConfig = inherits(FsdpConfig, "actor.fsdp")
     """sharding; parameters are held in param_dtype and offloaded when idle"""
@@ -130,11 +133,15 @@ class CriticConfig(Section):
     """values may move so far from the old ones before the loss stops them"""
     ppo_mini_batch_size: PositiveInt = derived("actor.ppo_mini_batch_size")
     """prompts of one optimizer step, over all ranks; divides data.train_batch_size"""
-    ppo_micro_batch_size_per_gpu: PositiveInt | None = derived("actor.ppo_micro_batch_size_per_gpu")
+    ppo_micro_batch_size_per_gpu: MayChange[PositiveInt | None] = derived(
+        "actor.ppo_micro_batch_size_per_gpu"
+    )
     """sequences of one forward and backward without use_dynamic_bsz"""
-    use_dynamic_bsz: bool = derived("actor.use_dynamic_bsz")
+    use_dynamic_bsz: MayChange[bool] = derived("actor.use_dynamic_bsz")
     """cut micro-batches by tokens instead of by sequences"""
-    ppo_max_token_len_per_gpu: PositiveInt = derived("actor.ppo_max_token_len_per_gpu", times=2)
+    ppo_max_token_len_per_gpu: MayChange[PositiveInt] = derived(
+        "actor.ppo_max_token_len_per_gpu", times=2
+    )
     """tokens of one pass on a rank, forward-only ones too; null = 2 x the actor's"""
     ppo_epochs: PositiveInt = derived("actor.ppo_epochs")
     """passes over the batch of an iteration"""
@@ -144,9 +151,11 @@ class CriticConfig(Section):
     """how token losses become one number"""
     grad_clip: Positive = derived("actor.grad_clip")
     """largest gradient norm"""
-    ulysses_sequence_parallel_size: PositiveInt = derived("actor.ulysses_sequence_parallel_size")
+    ulysses_sequence_parallel_size: MayChange[PositiveInt] = derived(
+        "actor.ulysses_sequence_parallel_size"
+    )
     """ranks that share one sequence (sp); must be the actor's"""
     fsdp: FsdpConfig = inherits(FsdpConfig, "actor.fsdp")
     """sharding"""
-    checkpoint: CheckpointConfig = inherits(CheckpointConfig, "actor.checkpoint")
+    checkpoint: MayChange[CheckpointConfig] = inherits(CheckpointConfig, "actor.checkpoint")
     """what a checkpoint holds"""

@@ -30,7 +30,7 @@ class KlControlConfig(Section):
     """The coefficient of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive", "step"] = "fixed"
-    """adaptive: proportional to the error; step: times or divided by 1.5 outside a band"""
+    """adaptive = proportional to the error, step = times or divided by 1.5 outside a band"""
     kl_coef: NonNegative = 0.001
     """the coefficient, at the start if it is not fixed"""
     target_kl: Positive = 0.1

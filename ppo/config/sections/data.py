@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ppo.config.fields import (
     IntOrOff,
+    MayChange,
     PositiveInt,
     Section,
     Seed,
@@ -30,7 +31,7 @@ class DataConfig(Section):
 
     train_files: list[str]
     """parquet or JSONL files: one, many, globs; `tiny` = a seeded copy task"""
-    val_files: list[str] = field(default_factory=list)
+    val_files: MayChange[list[str]] = field(default_factory=list)
     """as train_files; empty = no validation"""
     prompt_key: str = "prompt"
     """column with the prompt: text, or a list of {role, content}"""
@@ -42,7 +43,7 @@ class DataConfig(Section):
     """longest response, tokens"""
     train_batch_size: PositiveInt = 1024
     """prompts of one iteration, over all ranks"""
-    val_batch_size: PositiveInt | None = None
+    val_batch_size: MayChange[PositiveInt | None] = None
     """prompts generated at once in validation; null = all"""
     shuffle: bool = True
     """shuffle the prompts anew in each epoch, seeded"""
@@ -56,7 +57,7 @@ class DataConfig(Section):
     """what happens to a prompt that is too long and not filtered; `left` cuts its start"""
     train_max_samples: IntOrOff = -1
     """use only the first so many training rows; -1 = all"""
-    val_max_samples: IntOrOff = -1
+    val_max_samples: MayChange[IntOrOff] = -1
     """use only the first so many validation rows; -1 = all"""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """passed on to tokenizer.apply_chat_template"""

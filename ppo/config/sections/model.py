@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from ppo.config.fields import (
     Bound,
+    MayChange,
     NonNegative,
     NonNegativeInt,
     Positive,
@@ -42,9 +43,9 @@ class ModelConfig(Section):
     """master weights; gradients and Adam moments follow"""
     attn_implementation: str = "auto"
     """HF attention function; auto = packed varlen attention where it exists"""
-    enable_gradient_checkpointing: bool = True
+    enable_gradient_checkpointing: MayChange[bool] = True
     """recompute each layer in the backward pass: less memory, about a third more time"""
-    enable_activation_offload: bool = False
+    enable_activation_offload: MayChange[bool] = False
     """keep the checkpointed activations in host memory"""
     use_remove_padding: bool = True
     """pack sequences into one row instead of padding them"""
@@ -100,23 +101,23 @@ class WrapPolicyConfig(Section):
 class FsdpConfig(Section):
     """Sharding, precision, prefetch and offload of one model."""
 
-    sharding_strategy: Strategy | None = None
+    sharding_strategy: MayChange[Strategy | None] = None
     """null = follows from fsdp_size and reshard_after_forward; a contradiction is an error"""
-    fsdp_size: Annotated[int, Bound(ge=-1)] = -1
+    fsdp_size: MayChange[Annotated[int, Bound(ge=-1)]] = -1
     """ranks of a shard group (dp_shard x sp); -1 = a node's on several nodes, else all"""
-    reshard_after_forward: bool = True
+    reshard_after_forward: MayChange[bool] = True
     """free gathered parameters between forward and backward; false = SHARD_GRAD_OP"""
-    forward_prefetch: bool = True
+    forward_prefetch: MayChange[bool] = True
     """gather the next layer while one computes in the forward pass"""
-    backward_prefetch: bool = True
+    backward_prefetch: MayChange[bool] = True
     """gather the next layer while one computes in the backward pass"""
-    param_offload: bool = False
+    param_offload: MayChange[bool] = False
     """parameters to host memory while they are not used"""
-    optimizer_offload: bool = False
+    optimizer_offload: MayChange[bool] = False
     """optimizer state to host memory while it is not used"""
-    offload_policy: bool = False
+    offload_policy: MayChange[bool] = False
     """FSDP2's CPUOffloadPolicy: parameters, gradients and optimizer live in host memory"""
     mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
     """dtypes"""
-    wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
+    wrap_policy: MayChange[WrapPolicyConfig] = field(default_factory=WrapPolicyConfig)
     """wrapping"""

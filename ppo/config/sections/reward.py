@@ -8,7 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ppo.config.fields import Positive, PositiveInt, Section, UnitInterval, derived, inherits
+from ppo.config.fields import (
+    MayChange,
+    Positive,
+    PositiveInt,
+    Section,
+    UnitInterval,
+    derived,
+    inherits,
+)
 from ppo.config.sections.model import FsdpConfig
 
 
@@ -23,12 +31,12 @@ class RewardFunctionConfig(Section):
     kwargs: dict[str, Any] = field(default_factory=dict)
     """extra keyword arguments of every call"""
     style: Literal["verl", "trl"] = "verl"
-    """verl: one sample per call; trl: f(prompts, completions, **columns) -> list"""
+    """verl = one sample per call, trl = f(prompts, completions, **columns) -> list"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig(Section):
-    """A sequence classifier with one label, whose logit for the whole conversation is the score."""
+    """A model that scores."""
 
     enable: bool = False
     """score with a reward model"""
@@ -36,15 +44,16 @@ class RewardModelConfig(Section):
     """HF folder or hub name of a sequence classification model; `tiny` = a seeded random one"""
     chat_template: str | None = None
     """Jinja text that replaces its tokenizer's chat template; null = the tokenizer's"""
-    max_token_len_per_gpu: PositiveInt = derived("actor.log_prob_max_token_len_per_gpu")
+    max_token_len_per_gpu: MayChange[PositiveInt] = derived("actor.log_prob_max_token_len_per_gpu")
     """tokens of one pass on a rank; null = actor.log_prob_max_token_len_per_gpu"""
     fsdp: FsdpConfig = inherits(FsdpConfig, "actor.fsdp")
-    """sharding; parameters are held in param_dtype and offloaded when idle"""
+    """sharding; keys that are null follow actor.fsdp; parameters are held in param_dtype and
+    offloaded when idle"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardWeightsConfig(Section):
-    """How scores are summed; 0 = the score is a metric only."""
+    """The weight of each scorer in the score."""
 
     function: float | None = None
     """of the function; null = 1, but with a reward model and no reward.function.path no function"""
@@ -59,10 +68,10 @@ class RewardConfig(Section):
     function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
     """scorer of your own"""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    """reward model"""
+    """a sequence classifier with one label, whose logit for the whole conversation is the score"""
     weights: RewardWeightsConfig = field(default_factory=RewardWeightsConfig)
-    """of both in the score"""
-    num_workers: PositiveInt = 8
+    """how scores are summed; 0 = the score is a metric only"""
+    num_workers: MayChange[PositiveInt] = 8
     """scoring processes of a node"""
     timeout_s: Positive = 60.0
     """time limit of one sample, seconds; a sample over it is masked out of the loss"""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ppo.config.fields import (
     IntOrOff,
+    MayChange,
     NonNegative,
     Positive,
     PositiveInt,
@@ -47,29 +48,29 @@ class RolloutConfig(Section):
     """texts that end a response, besides the end-of-sequence tokens"""
     ignore_eos: bool = False
     """generate up to max_response_length always"""
-    tensor_model_parallel_size: PositiveInt = 1
+    tensor_model_parallel_size: MayChange[PositiveInt] = 1
     """ranks that share one engine; divides the ranks of a node"""
-    gpu_memory_utilization: Share = 0.6
+    gpu_memory_utilization: MayChange[Share] = 0.6
     """share of the whole device that weights and KV cache of the engine may take"""
     max_model_len: PositiveInt = derived("data.max_prompt_length", "data.max_response_length")
     """longest sequence of the engine, tokens; null = max_prompt_length + max_response_length"""
-    max_num_seqs: PositiveInt = 256
+    max_num_seqs: MayChange[PositiveInt] = 256
     """sequences that one engine decodes at once"""
-    max_num_batched_tokens: PositiveInt = 8192
+    max_num_batched_tokens: MayChange[PositiveInt] = 8192
     """prompt tokens that one engine prefills at once"""
     dtype: Dtype = "bfloat16"
     """weights and KV cache of the engine"""
-    free_cache_engine: bool = True
+    free_cache_engine: MayChange[bool] = True
     """give the engine's memory back while training"""
-    reshard_bucket_mib: PositiveInt = 512
+    reshard_bucket_mib: MayChange[PositiveInt] = 512
     """send and receive buffer of one exchange together, MiB"""
-    verify_weights: Literal["first", "never"] | PositiveInt = "first"
+    verify_weights: MayChange[Literal["first", "never"] | PositiveInt] = "first"
     """compare weights of engine and trainer after the first sync, never, or after every N-th"""
-    enforce_eager: bool = False
+    enforce_eager: MayChange[bool] = False
     """no CUDA graphs in the engine"""
-    timeout_s: Positive = 3600.0
+    timeout_s: MayChange[Positive] = 3600.0
     """an engine without progress for so long is dead, seconds"""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """passed on to sglang.Engine"""
-    val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
+    val_kwargs: MayChange[ValKwargsConfig] = field(default_factory=ValKwargsConfig)
     """sampling in validation"""

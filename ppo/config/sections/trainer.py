@@ -7,6 +7,7 @@ from typing import Literal
 
 from ppo.config.fields import (
     IntOrOff,
+    MayChange,
     NonNegativeInt,
     Positive,
     PositiveInt,
@@ -36,45 +37,47 @@ class TrainerConfig(Section):
 
     seed: Seed = 42
     """of everything random"""
-    total_epochs: PositiveInt = 1
+    total_epochs: MayChange[PositiveInt] = 1
     """passes over the prompts"""
-    total_training_steps: PositiveInt | None = None
+    total_training_steps: MayChange[PositiveInt | None] = None
     """iterations; null = all of total_epochs"""
     critic_warmup: NonNegativeInt = 0
     """iterations in which only the critic is trained"""
-    save_freq: IntOrOff = 50
+    save_freq: MayChange[IntOrOff] = 50
     """iterations between checkpoints; 0 or -1 = only at the end"""
-    test_freq: IntOrOff = 10
+    test_freq: MayChange[IntOrOff] = 10
     """iterations between validations; 0 or -1 = only at the end"""
-    val_before_train: bool = True
+    val_before_train: MayChange[bool] = True
     """validate before the first iteration"""
-    val_only: bool = False
+    val_only: MayChange[bool] = False
     """validate and end"""
-    resume_mode: str = "auto"
+    resume_mode: MayChange[str] = "auto"
     """auto = newest complete checkpoint of the run folder; disable; or a checkpoint's path"""
-    allow_changed_config: bool = False
+    allow_changed_config: MayChange[bool] = False
     """resume although keys have changed that a resumed run should keep"""
-    async_save: bool = True
+    async_save: MayChange[bool] = True
     """write checkpoints while training goes on"""
-    max_ckpt_to_keep: PositiveInt | None = 2
+    max_ckpt_to_keep: MayChange[PositiveInt | None] = 2
     """older checkpoints are deleted; null = keep all"""
-    keep_best: str | None = None
+    keep_best: MayChange[str | None] = None
     """metric whose highest value keeps its checkpoint besides; null = none"""
-    max_wall_time: Positive | None = field(default=None, metadata=seconds())
+    max_wall_time: MayChange[Positive | None] = field(default=None, metadata=seconds())
     """stop, save and end after so long: seconds, or [D-]HH:MM:SS; null = never"""
-    comm_timeout_s: Positive = 600.0
+    comm_timeout_s: MayChange[Positive] = 600.0
     """time limit of a collective, seconds"""
-    logger: list[LoggerName] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+    logger: MayChange[list[LoggerName]] = field(
+        default_factory=lambda: ["console", "jsonl", "tensorboard"]
+    )
     """where metrics go"""
-    project_name: str = "ppo"
+    project_name: MayChange[str] = "ppo"
     """folder of related runs"""
-    experiment_name: str | None = None
+    experiment_name: MayChange[str | None] = None
     """folder of this run in it; null = name of the config file"""
-    default_local_dir: str | None = None
+    default_local_dir: MayChange[str | None] = None
     """run folder; null = runs/PROJECT/EXPERIMENT"""
-    log_val_generations: NonNegativeInt = 8
+    log_val_generations: MayChange[NonNegativeInt] = 8
     """validation samples that are logged as text"""
-    balance_batch: bool = True
+    balance_batch: MayChange[bool] = True
     """spread sequences over ranks by cost instead of in order"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = CUDA where there is one"""

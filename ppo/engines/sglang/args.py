@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ppo.config import Config
-from ppo.config.sections.rollout import RolloutConfig
+from ppo.config import Config, RolloutConfig
 from ppo.model_shapes import CONTEXT_MARGIN, AttentionShape, EngineMemory, sglang_memory
 from sharding.dims import ParallelDims
 

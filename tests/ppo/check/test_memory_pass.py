@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from ppo.check.memory_pass import Pass, ShardedModel, total, training_pass
-from ppo.config import FsdpConfig, ModelConfig
-from ppo.config.sections.model import MixedPrecisionConfig
+from ppo.config import FsdpConfig, MixedPrecisionConfig, ModelConfig
 from ppo.model_shapes import find_shape
 from tests.distributed import run_distributed
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ppo.config import load_config
+from ppo.config.reference import reference
 from ppo.config.schema import flatten, schema
 from ppo.config.text import coerce, parse
 
@@ -29,6 +30,13 @@ def annotated_lines(text: str):
         else:
             sections.append((indent, name))
         comments = []
+
+
+def test_ppo_yaml_is_what_the_command_writes():
+    command = "python -m ppo.config reference > configs/ppo.yaml"
+    written = (CONFIGS / "ppo.yaml").read_text(encoding="utf-8")
+    assert written == reference(), f"run: {command}"
+    assert command in written
 
 
 def test_ppo_yaml_lists_every_key_with_its_default_and_a_comment():

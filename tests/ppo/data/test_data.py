@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ppo.config.sections.data import CustomClassConfig, DataConfig
+from ppo.config import CustomClassConfig, DataConfig
 from ppo.data.dataset import Prompt, PromptDataset, build_dataset
 from ppo.data.rows import DataError, check_data_files
 from ppo.data.sampler import PromptSampler

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from ppo.config.sections.data import DataConfig
+from ppo.config import DataConfig
 from ppo.data.dataset import PromptDataset
 from ppo.data.prepare.__main__ import main
 from ppo.data.prepare.gym_rows import TaskError, gym_rows

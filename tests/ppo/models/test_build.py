@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ppo.config.sections.model import FsdpConfig, MixedPrecisionConfig, ModelConfig
+from ppo.config import FsdpConfig, MixedPrecisionConfig, ModelConfig
 from ppo.errors import InputError
 from ppo.models.build import build_causal_lm, build_value_model, is_packable, load_hf_config
 from ppo.models.forward import packing_obstacle

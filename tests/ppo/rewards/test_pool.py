@@ -11,7 +11,7 @@ from typing import Literal
 
 import pytest
 
-from ppo.config.sections.reward import RewardConfig, RewardFunctionConfig
+from ppo.config import RewardConfig, RewardFunctionConfig
 from ppo.rewards.contract import RewardError, RewardRequest, RewardResult
 from ppo.rewards.function import check_function
 from ppo.rewards.pool import RewardPool

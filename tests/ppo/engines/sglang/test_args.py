@@ -11,10 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ppo.config import Config
-from ppo.config.sections.data import DataConfig
-from ppo.config.sections.model import ModelConfig
-from ppo.config.sections.rollout import RolloutConfig
+from ppo.config import Config, DataConfig, ModelConfig, RolloutConfig
 from ppo.engines.sglang import args as sglang_args
 from ppo.engines.sglang import host as sglang_host
 from ppo.model_shapes import AttentionShape

@@ -18,10 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo.config import Config
-from ppo.config.sections.data import DataConfig
-from ppo.config.sections.model import ModelConfig
-from ppo.config.sections.rollout import RolloutConfig
+from ppo.config import Config, DataConfig, ModelConfig, RolloutConfig
 from ppo.engines.contract import Completion, Request, SamplingParams
 from ppo.engines.sglang.engine import SGLangEngine
 from ppo.engines.sglang.process import EngineError

@@ -12,10 +12,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
-from ppo.config import Config
-from ppo.config.sections.data import DataConfig
-from ppo.config.sections.model import ModelConfig
-from ppo.config.sections.rollout import RolloutConfig
+from ppo.config import Config, DataConfig, ModelConfig, RolloutConfig
 from ppo.engines.contract import Request, SamplingParams
 from ppo.engines.sglang.engine import SGLangEngine
 from sharding.fsdp import shard_model, without_gradients
