@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 def open_checkpoints(config: Config, run: Run, prompts: PromptSets) -> Checkpointer:
     """The checkpoints of the run folder."""
-    wants_hf = "hf_model" in config.actor.checkpoint.save_contents
     return Checkpointer(
         run.dir / "checkpoints",
         run.mesh,
@@ -28,7 +27,7 @@ def open_checkpoints(config: Config, run: Run, prompts: PromptSets) -> Checkpoin
         max_to_keep=config.trainer.max_ckpt_to_keep,
         keep_best=config.trainer.keep_best is not None,
         assets=[prompts.tokenizer],
-        hf_models=["actor"] if wants_hf else [],
+        hf_models=config.saving("hf_model"),
     )
 
 
@@ -88,7 +87,7 @@ def save_checkpoint(
     checkpoints.save(
         state.step,
         models.modules(),
-        models.optimizers(config.actor.checkpoint.save_contents),
+        models.optimizers(config.saving("optimizer")),
         state.state_dict() | {"config": to_yaml(config)},
         metric=values.get(best or ""),
     )
@@ -106,7 +105,7 @@ def resume(
         folder = checkpoints.latest() if mode == "auto" else find_checkpoint(Path(mode))
         if folder is None:
             return
-        optimizers = models.optimizers(config.actor.checkpoint.save_contents)
+        optimizers = models.optimizers(config.saving("optimizer"))
         saved = checkpoints.load(folder, models.modules(), optimizers)
     except CheckpointError as error:
         advice = "trainer.resume_mode=disable starts anew"

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import train_ppo
 from ppo.models.tiny import build_tiny_model
+from sharding.checkpoint.storage import SafeReader
 
 ROOT = Path(train_ppo.__file__).parent
 
@@ -95,16 +97,44 @@ def test_a_metric_to_keep_the_best_by_that_no_step_has_is_warned_about(run_main)
     assert code == 0 and "trainer.keep_best: step 1 has no metric no/metric" in err
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_over_them(run_main, tmp_path):
-    short = ("trainer.total_training_steps=2", "data.val_files=[]")
-    assert run_main(*short)[0] == 0
+TWO_STEPS = (
+    *("trainer.total_training_steps=2", "data.val_files=[]"),
+    "critic.checkpoint.save_contents=[model, hf_model]",
+)
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory) -> Path:
+    """The folder of a run of two iterations, with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("two_steps") / "run"
+    where = f"trainer.default_local_dir={folder}"
+    assert train_ppo.main(["--config", "ppo_tiny.yaml", where, *TWO_STEPS]) == 0
+    return folder
+
+
+def test_each_model_says_itself_what_its_checkpoint_holds(two_steps):
+    checkpoint = two_steps / "checkpoints" / "step_00000002"
+    tensors = SafeReader(checkpoint / "tensors").read_metadata().state_dict_metadata
+    held = {tuple(name.split(".")[:2]) for name in tensors}
+    assert {("model", "actor"), ("model", "critic"), ("optimizer", "actor")} <= held
+    assert ("optimizer", "critic") not in held
+    train_state = json.loads((checkpoint / "train_state.json").read_text())
+    assert list(train_state["optimizers"]) == ["actor"]
+    assert (checkpoint / "hf_critic" / "model.safetensors").is_file()
+    assert not (checkpoint / "hf_actor").exists()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_over_them(
+    run_main, two_steps, tmp_path
+):
+    shutil.copytree(two_steps, tmp_path / "run")
     steps = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
     for step in steps:
         (step / "train_state.json").unlink()
-    code, err = run_main(*short)
+    code, err = run_main(*TWO_STEPS)
     assert code == 2 and "every checkpoint is damaged; trainer.resume_mode=disable" in err
     assert all(f"checkpoint {step.name} skipped" in err for step in steps) and len(steps) == 2
-    assert run_main(*short, "trainer.resume_mode=disable")[0] == 0
+    assert run_main(*TWO_STEPS, "trainer.resume_mode=disable")[0] == 0
 
 
 def test_all_problems_are_listed_at_once(run_main):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -223,22 +224,73 @@ def assert_whitened(batch: RolloutBatch, scores: dict[int, float]) -> None:
         assert_advantage(batch, i, (score - mean) / std)
 
 
-@pytest.mark.distributed
-def test_grpo_trains_without_a_critic(tmp_path):
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Rows of a run with GRPO and what else ppo_tiny.yaml leaves off, on two ranks."""
     overrides = (
         "algorithm.adv_estimator=grpo",
         "rollout.n=2",
         "algorithm.use_kl_in_reward=false",
+        "algorithm.rollout_correction.rollout_is=token",
         "actor.use_kl_loss=true",
         "actor.entropy_coeff=0.01",
         "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
     )
-    folder = tmp_path / "run"
+    folder = tmp_path_factory.mktemp("grpo") / "run"
     run_distributed(train_here, 2, [(str(folder), overrides)])
-    for row in rows_of(folder):
+    return rows_of(folder)
+
+
+@pytest.mark.distributed
+def test_grpo_trains_without_a_critic(grpo):
+    assert len(grpo) == 2
+    for row in grpo:
         assert "critic/vf_loss" not in row
         assert row["actor/kl_loss"] >= 0
         assert row["actor/grad_norm"] > 0
+
+
+# Metrics of ppo/README.md that the runs of this file do not have, and when there are any.
+ELSEWHERE = {
+    "memory_gib/PHASE": "on CUDA",
+    "perf/max_memory_allocated_gb": "on CUDA",
+    "perf/mfu/actor": "on a device whose peak is known",
+    "perf/mfu/critic": "on a device whose peak is known",
+    "reward/NAME": "where the reward returns a dict",
+    "reward/model_score": "with a reward model",
+    "reward/function_score": "with a reward model beside a function",
+    "reward/greedy_score": "with adv_estimator remax",
+    "timing_s/reward_model": "with a reward model",
+}
+
+
+@pytest.mark.distributed
+def test_every_metric_of_a_run_is_in_the_readme_and_every_one_there_is_real(single, grpo):
+    logged = {name for row in [*single[0], *grpo] for name in row} - {"step"}
+    assert ELSEWHERE.keys() <= documented_metrics() and not ELSEWHERE.keys() & logged
+    entries = documented_metrics() - ELSEWHERE.keys()
+    assert {name for name in logged if not any(fits(name, e) for e in entries)} == set()
+    assert {e for e in entries if not any(fits(name, e) for name in logged)} == set()
+
+
+def documented_metrics() -> set[str]:
+    """The names in the first column of the table of metrics, {a,b} written out."""
+    readme = Path(train_ppo.__file__).parent / "ppo" / "README.md"
+    text = readme.read_text(encoding="utf-8").split("## Metrics")[1]
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    found: set[str] = set()
+    for name in names:
+        head, _, rest = name.partition("{")
+        inner, _, tail = rest.partition("}")
+        found |= {head + part + tail for part in inner.split(",")}
+    return found
+
+
+def fits(name: str, entry: str) -> bool:
+    """Whether the table's entry, with its words in capitals for any text, is this name."""
+    return re.fullmatch(re.sub("SOURCE|N$", ".+", entry), name) is not None
 
 
 @pytest.mark.gpu

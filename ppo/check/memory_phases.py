@@ -92,7 +92,7 @@ def phases(plan: Plan) -> list[Phase]:
 
 def micro_tokens(plan: Plan, section: ActorConfig | CriticConfig) -> int:
     """Most tokens that a rank computes at once in an update (its slice of the sp group's row)."""
-    longest = _longest(plan)
+    longest = plan.config.data.max_length
     sequences = section.ppo_mini_batch_size * plan.config.rollout.n
     of_a_rank = max(1, -(-sequences // plan.dims.dp)) * longest
     if section.use_dynamic_bsz:
@@ -106,10 +106,9 @@ def host_bytes(plan: Plan) -> list[Item]:
     """Host memory of one node: every rank holds the whole rollout batch."""
     config, ranks = plan.config, plan.dims.ranks_per_node
     samples = config.data.train_batch_size * config.rollout.n
-    response = config.data.max_response_length
     # eight float32 tensors and a mask of [B, T]; token ids as Python integers (36 bytes each)
-    batch = samples * response * (8 * 4 + 1)
-    ids = samples * (config.data.max_prompt_length + response) * 36
+    batch = samples * config.data.max_response_length * (8 * 4 + 1)
+    ids = samples * config.data.max_length * 36
     items = [Item("rollout batch on every rank", ranks * batch), Item("token ids", ranks * ids)]
     for model in plan.models(trained=True):
         fsdp, params = model.fsdp, model.shard_params
@@ -143,7 +142,7 @@ def kv_cache(plan: Plan) -> tuple[int, float]:
         return memory.kv_tokens, memory.kv_bytes
     sequences = plan.config.data.train_batch_size * rollout.n
     rows = min(rollout.max_num_seqs, -(-sequences // plan.dims.rollout_dp))
-    tokens = rows * _longest(plan)
+    tokens = rows * plan.config.data.max_length
     return tokens, tokens * plan.actor.kv_bytes_per_token(tp=tp, itemsize=itemsize)
 
 
@@ -217,7 +216,7 @@ def _log_probs(plan: Plan) -> Iterator[Item]:
 
 def _forward_only(plan: Plan, model: ShardedModel, budget: int) -> Iterator[Item]:
     """A pass over all samples with at most `budget` tokens of a rank at once."""
-    longest = -(-_longest(plan) // plan.dims.sp)
+    longest = -(-plan.config.data.max_length // plan.dims.sp)
     budget = max(budget, longest)
     samples = -(-plan.config.data.train_batch_size * plan.config.rollout.n // plan.dims.dp)
     run = Pass(tokens=min(budget, samples * longest), sp=plan.dims.sp, cuda=plan.cuda)
@@ -236,7 +235,7 @@ def _train(plan: Plan, name: str, section: ActorConfig | CriticConfig) -> Iterat
         checkpointing=options.enable_gradient_checkpointing,
         activation_offload=options.enable_activation_offload,
         with_entropy=plan.config.actor.entropy_coeff != 0,
-        accumulates=samples * _longest(plan) > tokens * plan.dims.sp,
+        accumulates=samples * plan.config.data.max_length > tokens * plan.dims.sp,
         cuda=plan.cuda,
     )
     yield from _resident(plan, with_params=model.name, with_optimizer=model.name)
@@ -245,10 +244,6 @@ def _train(plan: Plan, name: str, section: ActorConfig | CriticConfig) -> Iterat
     for item in training_pass(model, run):
         if not (on_host and item.name == "gradients"):
             yield item
-
-
-def _longest(plan: Plan) -> int:
-    return plan.config.data.max_prompt_length + plan.config.data.max_response_length
 
 
 def _drop(items: Iterable[Item]) -> list[Item]:

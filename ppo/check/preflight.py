@@ -135,7 +135,7 @@ def _mesh(config: Config, dims: ParallelDims) -> Iterator[str]:
 
 def _batches(config: Config, dims: ParallelDims) -> Iterator[str]:
     prompts, n = config.data.train_batch_size, config.rollout.n
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.data.max_length
     yield "one iteration"
     yield (
         f"  {prompts} prompts x {n} responses = {prompts * n} sequences of up to {longest} tokens "
@@ -160,7 +160,7 @@ def _updates(
 ) -> Iterator[str]:
     mini = config.data.train_batch_size // section.ppo_mini_batch_size
     sequences = section.ppo_mini_batch_size * config.rollout.n
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.data.max_length
     group = -(-sequences // dims.dp)
     yield (
         f"  {name}: {_plural(mini, 'mini-batch')} of {section.ppo_mini_batch_size} prompts "
@@ -272,8 +272,7 @@ def _advice(plan: Plan, phase: Phase, largest: Item) -> str:
         "log-probs in blocks",
     ):
         section = plan.config.critic if name == "critic" else plan.config.actor
-        longest = plan.config.data.max_prompt_length + plan.config.data.max_response_length
-        if micro_tokens(plan, section) * plan.dims.sp <= longest:
+        if micro_tokens(plan, section) * plan.dims.sp <= plan.config.data.max_length:
             return "a single sequence is that long: raise actor.ulysses_sequence_parallel_size"
         return (
             f"lower {name}.ppo_max_token_len_per_gpu, or raise actor.ulysses_sequence_parallel_size"

@@ -139,13 +139,12 @@ def _estimator(config: Config) -> Iterator[Problem]:
 
 
 def _lengths(config: Config) -> Iterator[Problem]:
-    prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    if config.rollout.max_model_len < prompt + response:
+    if config.rollout.max_model_len < config.data.max_length:
         yield Problem(
             "rollout.max_model_len",
             config.rollout.max_model_len,
             f"must be at least data.max_prompt_length + data.max_response_length "
-            f"({prompt + response})",
+            f"({config.data.max_length})",
             "leave it out",
         )
     if config.actor.ulysses_sequence_parallel_size > 1 and not config.model.use_remove_padding:

@@ -43,13 +43,14 @@ def _training(config: Config) -> Iterator[str]:
     steps = config.trainer.total_training_steps
     if config.critic_enabled and steps is not None and config.trainer.critic_warmup >= steps:
         yield "trainer.critic_warmup leaves the actor none of trainer.total_training_steps"
-    if "optimizer" not in config.actor.checkpoint.save_contents:
-        yield (
-            f"actor.checkpoint.save_contents = {config.actor.checkpoint.save_contents}: without "
-            "optimizer a resumed run starts with new Adam moments"
-        )
     for name in _trained(config):
         optim, fsdp = getattr(config, name).optim, getattr(config, name).fsdp
+        contents = getattr(config, name).checkpoint.save_contents
+        if "optimizer" not in contents:
+            yield (
+                f"{name}.checkpoint.save_contents = {contents}: without optimizer a resumed run "
+                "starts with new Adam moments"
+            )
         if optim.lr_warmup_steps and optim.lr_warmup_steps_ratio:
             yield f"{name}.optim.lr_warmup_steps_ratio has no effect beside lr_warmup_steps"
         if optim.min_lr_ratio and optim.lr_scheduler_type == "constant":
@@ -128,7 +129,7 @@ def _rollout(config: Config) -> Iterator[str]:
 
 
 def _sizes(config: Config, world_size: int) -> Iterator[str]:
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.data.max_length
     sp = config.actor.ulysses_sequence_parallel_size
     for name in _trained(config):
         section = getattr(config, name)

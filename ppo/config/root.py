@@ -92,6 +92,15 @@ class Config(Section):
             if used[name]
         }
 
+    def saving(self, content: str) -> list[str]:
+        """The trained models whose checkpoint.save_contents holds it."""
+        return [
+            role.name
+            for role in self.models.values()
+            if role.is_trained
+            and content in attrgetter(f"{role.section}.checkpoint.save_contents")(self)
+        ]
+
     @property
     def run_dir(self) -> Path:
         """The run folder."""

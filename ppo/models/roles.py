@@ -37,10 +37,9 @@ class Models(NamedTuple):
         """Modules of a checkpoint, by name."""
         return {name: learner.module for name, learner in self.trained().items()}
 
-    def optimizers(self, save_contents: Sequence[str]) -> dict[str, torch.optim.Optimizer]:
-        """Optimizers of a checkpoint, by the name of their model; none where not asked for."""
-        learners = self.trained() if "optimizer" in save_contents else {}
-        return {name: learner.optimizer for name, learner in learners.items()}
+    def optimizers(self, names: Sequence[str]) -> dict[str, torch.optim.Optimizer]:
+        """Optimizers of a checkpoint, by the names of their models: of those that are asked for."""
+        return {name: self.trained()[name].optimizer for name in names}
 
 
 def build_models(config: Config, mesh: Mesh, run_dir: Path, total_steps: int) -> Models:
@@ -67,7 +66,7 @@ def build_models(config: Config, mesh: Mesh, run_dir: Path, total_steps: int) ->
 
 def _check_positions(config: Config, hf_config: Any) -> None:
     """Raise InputError when the longest sequence has more tokens than the policy has positions."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.data.max_length
     limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and longest > limit:
         raise InputError(

@@ -46,7 +46,7 @@ class CheckpointConfig(Section):
         default_factory=lambda: ["model", "optimizer", "extra"]
     )
     """model and extra are always saved; without optimizer a resumed run starts with new Adam
-    moments; hf_model adds a folder for transformers"""
+    moments; hf_model adds a folder for transformers (of a critic: a classifier with one label)"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,3 +63,8 @@ class DataConfig(Section):
     """passed on to tokenizer.apply_chat_template"""
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
     """dataset class of your own"""
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence: prompt and response."""
+        return self.max_prompt_length + self.max_response_length

@@ -127,6 +127,7 @@ def test_all_problems_are_found_at_once():
         (["actor.ppo_mini_batch_size=4", "critic.ppo_mini_batch_size=8"], "compute nothing"),
         (["actor.optim.min_lr_ratio=0.1", "critic.optim.min_lr_ratio=0"], "min_lr_ratio"),
         (["actor.checkpoint.save_contents=[model]"], "new Adam moments"),
+        (["critic.checkpoint.save_contents=[model]"], "critic.checkpoint.save_contents"),
         (["data.custom_cls.name=Rows"], "custom_cls.name has no effect"),
         (["trainer.critic_warmup=5", "trainer.total_training_steps=5"], "critic_warmup"),
         (["rollout.engine=torch", "rollout.free_cache_engine=false"], "always frees"),
