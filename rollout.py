@@ -19,7 +19,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppo.config import Config, ConfigError, Problem, load_config
-from ppo.config.cli import build_parser
+from ppo.config.cli import build_parser, path
 from ppo.data.prompts import load_prompts
 from ppo.errors import InputError
 from ppo.models.build import build_causal_lm
@@ -53,9 +53,9 @@ class Options(NamedTuple):
 def parse_options(argv: Sequence[str]) -> Options:
     """Options of rollout.py; what is not an option is an override. Raises ConfigError."""
     parser = build_parser("Generate from a checkpoint, score the samples and write them.")
-    parser.add_argument("--checkpoint", type=Path, help="run, step or Hugging Face folder")
+    parser.add_argument("--checkpoint", type=path, help="run, step or Hugging Face folder")
     parser.add_argument("--data", required=True, help="prompts: parquet or JSONL, or a glob")
-    parser.add_argument("--out", required=True, type=Path, help="samples: .parquet or .jsonl")
+    parser.add_argument("--out", required=True, type=path, help="samples: .parquet or .jsonl")
     parser.add_argument("--pass_score", type=float, default=1.0, help="score that counts as passed")
     known, overrides = parser.parse_known_args(list(argv))
     return Options(overrides=overrides, **vars(known))
@@ -79,15 +79,15 @@ def load_evaluation(options: Options, check: Callable[[Config], list[Problem]]) 
     if options.out.suffix not in (".parquet", ".jsonl"):
         rule = "must end with .parquet or .jsonl"
         raise ConfigError([Problem("--out", str(options.out), rule)])
-    path = options.checkpoint
-    if path is not None and (path / "config.json").is_file():
-        overrides.append(f"model.path={json.dumps(str(path))}")
-    elif path is not None and not _step_folders(path):
+    folder = options.checkpoint
+    if folder is not None and (folder / "config.json").is_file():
+        overrides.append(f"model.path={json.dumps(str(folder))}")
+    elif folder is not None and not _step_folders(folder):
         raise ConfigError(
             [
                 Problem(
                     "--checkpoint",
-                    str(path),
+                    str(folder),
                     "is neither a run, nor a checkpoint, nor a Hugging Face folder",
                     "give a folder with checkpoints/, manifest.json or config.json",
                 )

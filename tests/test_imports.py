@@ -184,9 +184,9 @@ def test_only_the_data_commands_know_scorers() -> None:
 def test_sections_of_the_configuration_are_imported_from_its_door_only() -> None:
     tests = sorted(path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
     for path in [*SOURCES, *tests]:
-        if not str(path).startswith("ppo/config/"):
-            inside = [m for m in imports(path) if within(m, "ppo.config.sections")]
-            assert not inside, f"{path} imports {inside}: import it from ppo.config"
+        if not str(path).startswith("ppo/config/") and path.name != Path(__file__).name:
+            text = (ROOT / path).read_text(encoding="utf-8")
+            assert "from ppo.config.sections" not in text, f"{path}: import it from ppo.config"
 
 
 def test_what_answers_in_seconds_imports_no_torch() -> None:

@@ -43,33 +43,28 @@ def run_check(options: CommandLine) -> int:
     """All of `--check`: loads the file, prints the plan or every problem; returns the exit code."""
 
     def rules(config: Config) -> list[Problem]:
-        ranks = options.nproc_per_node or config.check.nproc_per_node
-        world = ranks * (options.nnodes or config.check.nnodes)
-        return check_config(config, world_size=world, ranks_per_node=ranks)
+        ranks = config.check.nproc_per_node
+        world_size = ranks * config.check.nnodes
+        return check_config(config, world_size=world_size, ranks_per_node=ranks)
 
     try:
         config = load_config(options.config, options.overrides, check=rules)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    return report(
-        config,
-        nnodes=options.nnodes or config.check.nnodes,
-        nproc_per_node=options.nproc_per_node or config.check.nproc_per_node,
-        device_memory_gib=options.device_memory_gib or config.check.device_memory_gib,
-    )
+    return report(config)
 
 
-def report(config: Config, *, nnodes: int, nproc_per_node: int, device_memory_gib: float) -> int:
-    """Print the plan for this machine; 0 when it works and fits, else 2 with every problem."""
-    world_size = nnodes * nproc_per_node
-    problems = check_config(config, world_size=world_size, ranks_per_node=nproc_per_node)
-    lines: list[str] = []
-    if not problems:
-        dims = config.dims(world_size, nproc_per_node)
-        lines += [*_mesh(config, dims), *_batches(config, dims)]
-        more, problems = _models(config, dims, device_memory_gib)
-        lines += more
+def report(config: Config) -> int:
+    """Print the plan for the machine of `check`; 0 when it works and fits, else 2 and problems.
+
+    The rules of ppo/check/rules.py hold already.
+    """
+    ranks = config.check.nproc_per_node
+    world_size = ranks * config.check.nnodes
+    dims = config.dims(world_size, ranks)
+    more, problems = _models(config, dims)
+    lines = [*_mesh(config, dims), *_batches(config, dims), *more]
     missing = [*missing_files(config), *to_download(config)]
     if missing:
         absent = (f"  {problem.path}: {problem.value} ({problem.rule})" for problem in missing)
@@ -77,8 +72,7 @@ def report(config: Config, *, nnodes: int, nproc_per_node: int, device_memory_gi
     notes = config_warnings(config, world_size=world_size)
     if notes:
         lines += ["warnings", *(f"  {note}" for note in notes)]
-    if lines:
-        sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write("\n".join(lines) + "\n")
     if problems:
         sys.stdout.flush()
         sys.stderr.write(f"{ConfigError(problems)}\n")
@@ -183,9 +177,7 @@ def _updates(
         )
 
 
-def _models(
-    config: Config, dims: ParallelDims, device_memory_gib: float
-) -> tuple[list[str], list[Problem]]:
+def _models(config: Config, dims: ParallelDims) -> tuple[list[str], list[Problem]]:
     """The models, and memory where their sizes are known."""
     shapes, lines = {}, []
     for role in config.models.values():
@@ -203,7 +195,7 @@ def _models(
         shapes=shapes,
         cuda=cuda,
         sglang=config.rollout.engine == "sglang" or (config.rollout.engine == "auto" and cuda),
-        device_bytes=device_memory_gib * GIB,
+        device_bytes=config.check.device_memory_gib * GIB,
     )
     predicted = phases(plan)
     lines += [*_memory(plan, predicted), *_host(plan)]

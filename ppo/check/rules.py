@@ -184,14 +184,6 @@ def _rows_and_samples(config: Config) -> Iterator[Problem]:
         yield Problem("data.train_files", [], "must name at least one file", "or use tiny")
     if data.custom_cls.path is not None and data.custom_cls.name is None:
         yield Problem("data.custom_cls.name", None, "is required with data.custom_cls.path")
-    counts = {
-        "data.train_max_samples": data.train_max_samples,
-        "data.val_max_samples": data.val_max_samples,
-        "rollout.top_k": rollout.top_k,
-    }
-    for path, count in counts.items():
-        if count == 0:
-            yield Problem(path, 0, "must be positive, or -1 for all")
     if "" in rollout.stop:
         yield Problem("rollout.stop", rollout.stop, "must not hold an empty text")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppo.config import Config
+from ppo.config import Config, unusual_values
 
 
 def config_warnings(config: Config, *, world_size: int) -> list[str]:
@@ -19,6 +19,7 @@ def config_warnings(config: Config, *, world_size: int) -> list[str]:
         *_data(config),
         *_rollout(config),
         *_sizes(config, world_size),
+        *unusual_values(config),
     ]
 
 

@@ -5,7 +5,14 @@ The sections and their types are imported from here and from nowhere else.
 
 from ppo.config.cli import CommandLine, parse_args
 from ppo.config.fields import ConfigError, Problem
-from ppo.config.load import changed_keys, find_config, from_yaml, load_config, to_yaml
+from ppo.config.load import (
+    changed_keys,
+    find_config,
+    from_yaml,
+    load_config,
+    to_yaml,
+    unusual_values,
+)
 from ppo.config.root import Config, ModelRole
 from ppo.config.sections.actor import ActorConfig, CriticConfig, LossAggMode, RefConfig
 from ppo.config.sections.algorithm import AlgorithmConfig, KlControlConfig
@@ -51,4 +58,5 @@ __all__ = [
     "load_config",
     "parse_args",
     "to_yaml",
+    "unusual_values",
 ]

@@ -7,20 +7,25 @@ Defaults < file < overrides. A key that is null or absent may take its value fro
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ppo.config.fields import ConfigError, Problem, out_of_bounds
+from ppo.config.bounds import FilePath, broken_rule, unusual
+from ppo.config.fields import MOST_SHOWN, ConfigError, Problem, short
 from ppo.config.foreign import NOT_BUILT_VALUES, foreign_advice, is_read_inside, not_built
 from ppo.config.root import Config
 from ppo.config.schema import build, flatten, nest, schema, section_paths
 from ppo.config.text import Mismatch, Plain, coerce, dump, duration, is_null, parse
 
 CONFIG_FOLDER = Path(__file__).resolve().parents[2] / "configs"
+
+
+MOST_BYTES = 1 << 20
+"""of a configuration file"""
 
 
 def load_config(
@@ -50,6 +55,9 @@ def load_config(
 
 def find_config(path: str | Path) -> Path:
     """The file of that name: as given, else in configs/. Raises ConfigError."""
+    rule = broken_rule(FilePath, str(path))
+    if rule is not None:
+        raise ConfigError([Problem("--config", str(path), str(rule))])
     for candidate in (Path(path), Path("configs") / path, CONFIG_FOLDER / path):
         if candidate.is_file():
             return candidate
@@ -86,9 +94,27 @@ def changed_keys(old: Config, new: Config) -> list[str]:
     ]
 
 
+def unusual_values(config: Config) -> Iterator[str]:
+    """One line for each number outside of its usual range, where it was said first."""
+    values = flatten(config)
+    for path, key in schema().items():
+        value, bound = values[path], unusual(key.hint, values[path])
+        follows = key.derive is not None and values[key.derive.paths[0]] == value
+        if bound is not None and not follows:
+            yield f"{path} = {value}: {bound.usual_in_short()}"
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = parse(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            rule = f"is longer than {MOST_BYTES >> 20} MiB: no configuration"
+            raise ConfigError([Problem("--config", str(path), rule)])
+        tree = parse(content.decode("utf-8"))
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror}"
+        raise ConfigError([Problem("--config", str(path), rule)]) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([Problem("--config", str(path), f"not valid YAML: {error}")]) from None
     if is_null(tree):
@@ -129,7 +155,8 @@ class _Reader:
         key, equals, value = text.partition("=")
         path = key.lstrip("-").strip()
         if not equals or not path:
-            self._problem("", text, f"{text!r} is not understood", "overrides read key.sub=value")
+            rule = f"{short(repr(text))} is not understood"
+            self._problem("", text, rule, "overrides read key.sub=value")
             return
         try:
             raw = parse(value)
@@ -150,7 +177,8 @@ class _Reader:
     def add_unrelated(self, problems: list[Problem]) -> None:
         """Further problems, but for those that only follow from a key that is bad already."""
         for problem in problems:
-            if not any(path and path in str(problem) for path in self.bad):
+            text = str(problem)
+            if not any(path and path in text for path in self.bad):
                 self.problems.append(problem)
 
     def _set_inside(self, path: str, raw: Any) -> bool:
@@ -180,9 +208,9 @@ class _Reader:
                 fix = "seconds, or [D-]HH:MM:SS"
             self._problem(path, _plain(raw), mismatch.rule, fix)
             return None
-        bound = out_of_bounds(key.hint, value)
-        if bound is not None:
-            self._problem(path, value, str(bound))
+        rule = broken_rule(key.hint, value)
+        if rule is not None:
+            self._problem(path, value, str(rule))
             return None
         return value
 
@@ -213,6 +241,9 @@ class _Reader:
             text = "null" if is_null(raw) else str(_plain(raw))
             if text != entry.off:
                 self._problem(path, _plain(raw), "this feature is not built yet", entry.instead)
+            return
+        if len(self.problems) >= MOST_SHOWN:  # nobody reads its advice, which takes a while
+            self._problem(path, _plain(raw), "unknown key")
             return
         advice = foreign_advice(path, set(schema()))
         if advice is not None:

@@ -14,9 +14,10 @@ import textwrap
 import types
 from collections.abc import Iterator
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from ppo.config.fields import bare
+from ppo.config.bounds import Bound, bare, rules
+from ppo.config.fields import hints
 from ppo.config.root import Config
 from ppo.config.schema import Key, is_section, schema
 
@@ -32,7 +33,8 @@ HEADER = """\
 #   train     torchrun --nproc_per_node=8 train_ppo.py --config ppo.yaml
 #
 # Any key may be set behind the command: actor.optim.lr=2e-6. Only data.train_files and model.path
-# are required. null in ref and critic means the actor's value.
+# are required. null in ref and critic means the actor's value. In parentheses: least and largest
+# number; outside of what is usual there is a warning.
 #
 # Written by `python -m ppo.config reference > configs/ppo.yaml`: edit ppo/config/, not this file.
 """
@@ -51,13 +53,10 @@ PRESET = {
 def reference() -> str:
     """The whole text of configs/ppo.yaml."""
     lines = [HEADER.rstrip("\n")]
-    for name, hint in get_type_hints(Config).items():
-        lines += [
-            "",
-            *_above(" ".join((hint.__doc__ or "").split()), 0),
-            f"{name}:",
-            *_section(hint, f"{name}."),
-        ]
+    for name, hint in hints(Config).items():
+        section = bare(hint)
+        said = " ".join((section.__doc__ or "").split())
+        lines += ["", *_above(said, 0), f"{name}:", *_section(section, f"{name}.")]
     return "\n".join(lines) + "\n"
 
 
@@ -76,12 +75,11 @@ def docs(section: type) -> dict[str, str]:
 
 def _section(section: type, path: str) -> Iterator[str]:
     indent = 2 * path.count(".")
-    hints = get_type_hints(section, include_extras=True)
     for field in dataclasses.fields(section):
         said, name = docs(section).get(field.name, ""), path + field.name
-        if is_section(hints[field.name]):
+        if is_section(hints(section)[field.name]):
             yield from _line(f"{field.name}:", said, indent)
-            yield from _section(bare(hints[field.name]), f"{name}.")
+            yield from _section(bare(hints(section)[field.name]), f"{name}.")
         else:
             key = schema()[name]
             value = _show(PRESET.get(name, None if key.derive or key.required else key.default))
@@ -94,13 +92,16 @@ def _comment(path: str, key: Key, said: str) -> str:
         return ""
     if choices := _choices(key.hint):
         said = f"{' | '.join(choices)}: {said}"
+    notes = [rule.in_short() for rule in rules(key.hint) if isinstance(rule, Bound)]
     if key.derive and "null" not in said:
         source = key.derive.paths[0]
         is_actors = source == f"actor.{path.partition('.')[2]}"
-        said += " (null = the actor's)" if is_actors else f" (null = {source})"
+        notes.append("null = the actor's" if is_actors else f"null = {source}")
     if key.required:
-        return f"{said} (required)"
-    return f"{said} (default {_show(key.default)})" if path in PRESET else said
+        notes.append("required")
+    elif path in PRESET:
+        notes.append(f"default {_show(key.default)}")
+    return f"{said} ({'; '.join(notes)})" if notes else said
 
 
 def _choices(hint: Any) -> list[str]:

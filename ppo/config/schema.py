@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
 from functools import cache
 from types import MappingProxyType
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
-from ppo.config.fields import Derive, Section, bare, may_change
+from ppo.config.bounds import bare
+from ppo.config.fields import Derive, Section, hints, may_change
 from ppo.config.root import Config
 
 
@@ -65,10 +66,10 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 def build(cls: type, tree: dict[str, Any]) -> Any:
     """A section (or the whole configuration) from nested mappings of right values."""
-    hints = get_type_hints(cls)
+    types = hints(cls)
     values = {
-        field.name: build(hints[field.name], tree[field.name])
-        if is_section(hints[field.name])
+        field.name: build(bare(types[field.name]), tree[field.name])
+        if is_section(types[field.name])
         else tree[field.name]
         for field in dataclasses.fields(cls)
     }
@@ -86,9 +87,8 @@ class _Above(NamedTuple):
 
 
 def _walk(cls: type, prefix: str, above: _Above) -> Iterator[tuple[str, Key]]:
-    hints = get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
-        path, hint = prefix + field.name, hints[field.name]
+        path, hint = prefix + field.name, hints(cls)[field.name]
         if is_section(hint):
             meta = field.metadata
             inherit = f"{above.inherit}.{field.name}" if above.inherit else meta.get("inherit")

@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from ppo.config.fields import (
+from ppo.config.bounds import (
     Bound,
-    MayChange,
-    NonNegative,
-    Positive,
-    PositiveInt,
-    Section,
-    derived,
-    inherits,
+    Coefficient,
+    FilePath,
+    FollowingBudget,
+    Prompts,
+    Ranks,
+    TokenBudget,
 )
+from ppo.config.fields import MayChange, Section, derived, inherits
 from ppo.config.sections.model import (
     FsdpConfig,
     OptimConfig,
@@ -35,6 +35,9 @@ KlLossKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
 ]  # fmt: skip
+ClipRatio = Annotated[float, Bound(gt=0, lt=1, usual=(1e-4, 0.5))]
+Threshold = Annotated[float, Bound(ge=1e-6, le=1e9, usual=(0.01, 1e9))]
+Epochs = Annotated[int, Bound(ge=1, le=1000, usual=(1, 20))]
 SaveContent = Literal["model", "optimizer", "extra", "hf_model"]
 
 
@@ -53,46 +56,48 @@ class CheckpointConfig(Section):
 class ActorConfig(Section):
     """The policy and its update."""
 
-    ppo_mini_batch_size: PositiveInt = 256
+    ppo_mini_batch_size: Prompts = 256
     """prompts of one optimizer step, over all ranks; divides data.train_batch_size"""
-    ppo_micro_batch_size_per_gpu: MayChange[PositiveInt | None] = None
+    ppo_micro_batch_size_per_gpu: MayChange[Prompts | None] = None
     """sequences of one forward and backward without use_dynamic_bsz; null = all of a rank's"""
     use_dynamic_bsz: MayChange[bool] = True
     """cut micro-batches by tokens instead of by sequences"""
-    ppo_max_token_len_per_gpu: MayChange[PositiveInt] = 16384
+    ppo_max_token_len_per_gpu: MayChange[TokenBudget] = 16384
     """tokens of one forward and backward on a rank; the row of an sp group holds sp times these"""
-    log_prob_max_token_len_per_gpu: MayChange[PositiveInt] = derived(
+    log_prob_max_token_len_per_gpu: MayChange[FollowingBudget] = derived(
         "actor.ppo_max_token_len_per_gpu", times=2
     )
     """tokens of one forward-only pass on a rank; null = 2 x ppo_max_token_len_per_gpu"""
-    ppo_epochs: PositiveInt = 1
+    ppo_epochs: Epochs = 1
     """passes over the batch of an iteration"""
     shuffle: bool = False
     """seeded shuffle of the prompts before they are cut into mini-batches"""
-    clip_ratio: Annotated[float, Bound(gt=0, lt=1)] = 0.2
+    clip_ratio: ClipRatio = 0.2
     """PPO's epsilon"""
-    clip_ratio_low: Annotated[float, Bound(gt=0, lt=1)] = derived("actor.clip_ratio")
+    clip_ratio_low: ClipRatio = derived("actor.clip_ratio")
     """lower epsilon; null = clip_ratio"""
-    clip_ratio_high: Positive = derived("actor.clip_ratio")
+    clip_ratio_high: Annotated[float, Bound(gt=0, le=1e9, usual=(1e-4, 10))] = derived(
+        "actor.clip_ratio"
+    )
     """upper epsilon; null = clip_ratio"""
-    clip_ratio_c: Annotated[float, Bound(gt=1)] = 3.0
+    clip_ratio_c: Annotated[float, Bound(gt=1, le=1e9)] = 3.0
     """dual clip: bound of the loss for negative advantages"""
     loss_agg_mode: LossAggMode = "token-mean"
     """how token losses become one number"""
-    entropy_coeff: float = 0.0
+    entropy_coeff: Annotated[float, Bound(ge=-10, le=10, usual=(-0.1, 0.1))] = 0.0
     """weight of the entropy bonus"""
     use_kl_loss: bool = False
     """add kl_loss_coef x KL(actor, ref) to the loss"""
-    kl_loss_coef: NonNegative = 0.001
+    kl_loss_coef: Coefficient = 0.001
     """weight of that loss"""
     kl_loss_type: KlLossKind = "low_var_kl"
     """its estimator; "+" = that value with the gradient of k2"""
-    grad_clip: Positive = 1.0
+    grad_clip: Threshold = 1.0
     """largest gradient norm"""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """optimizer"""
-    ulysses_sequence_parallel_size: MayChange[PositiveInt] = 1
-    """ranks that share one sequence (sp)"""
+    ulysses_sequence_parallel_size: MayChange[Ranks] = 1
+    """sp: ranks that share one sequence"""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     """sharding"""
     checkpoint: MayChange[CheckpointConfig] = field(default_factory=CheckpointConfig)
@@ -103,7 +108,7 @@ class ActorConfig(Section):
 class RefConfig(Section):
     """The frozen reference policy; a key that is null follows the actor's."""
 
-    log_prob_max_token_len_per_gpu: MayChange[PositiveInt] = derived(
+    log_prob_max_token_len_per_gpu: MayChange[FollowingBudget] = derived(
         "actor.log_prob_max_token_len_per_gpu"
     )
     """tokens of one forward-only pass on a rank"""
@@ -115,7 +120,7 @@ class RefConfig(Section):
 class CriticModelConfig(Section):
     """Where the value model starts from."""
 
-    path: str = derived("model.path")
+    path: FilePath = derived("model.path")
     """HF folder or hub name; null = model.path"""
 
 
@@ -129,32 +134,32 @@ class CriticConfig(Section):
     """where it starts from"""
     optim: OptimConfig = inherits(OptimConfig, "actor.optim", lr=1e-5)
     """optimizer; lr 1e-5, the rest follows the actor's"""
-    cliprange_value: Positive = 0.5
+    cliprange_value: Threshold = 0.5
     """values may move so far from the old ones before the loss stops them"""
-    ppo_mini_batch_size: PositiveInt = derived("actor.ppo_mini_batch_size")
+    ppo_mini_batch_size: Prompts = derived("actor.ppo_mini_batch_size")
     """prompts of one optimizer step, over all ranks; divides data.train_batch_size"""
-    ppo_micro_batch_size_per_gpu: MayChange[PositiveInt | None] = derived(
+    ppo_micro_batch_size_per_gpu: MayChange[Prompts | None] = derived(
         "actor.ppo_micro_batch_size_per_gpu"
     )
     """sequences of one forward and backward without use_dynamic_bsz"""
     use_dynamic_bsz: MayChange[bool] = derived("actor.use_dynamic_bsz")
     """cut micro-batches by tokens instead of by sequences"""
-    ppo_max_token_len_per_gpu: MayChange[PositiveInt] = derived(
+    ppo_max_token_len_per_gpu: MayChange[FollowingBudget] = derived(
         "actor.ppo_max_token_len_per_gpu", times=2
     )
     """tokens of one pass on a rank, forward-only ones too; null = 2 x the actor's"""
-    ppo_epochs: PositiveInt = derived("actor.ppo_epochs")
+    ppo_epochs: Epochs = derived("actor.ppo_epochs")
     """passes over the batch of an iteration"""
     shuffle: bool = derived("actor.shuffle")
     """seeded shuffle of the prompts before they are cut into mini-batches"""
     loss_agg_mode: LossAggMode = derived("actor.loss_agg_mode")
     """how token losses become one number"""
-    grad_clip: Positive = derived("actor.grad_clip")
+    grad_clip: Threshold = derived("actor.grad_clip")
     """largest gradient norm"""
-    ulysses_sequence_parallel_size: MayChange[PositiveInt] = derived(
+    ulysses_sequence_parallel_size: MayChange[Ranks] = derived(
         "actor.ulysses_sequence_parallel_size"
     )
-    """ranks that share one sequence (sp); must be the actor's"""
+    """sp: ranks that share one sequence; must be the actor's"""
     fsdp: FsdpConfig = inherits(FsdpConfig, "actor.fsdp")
     """sharding"""
     checkpoint: MayChange[CheckpointConfig] = inherits(CheckpointConfig, "actor.checkpoint")

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from ppo.config.fields import (
-    NonNegative,
-    Positive,
-    PositiveInt,
-    Section,
-    UnitInterval,
-)
+from ppo.config.bounds import Bound, Coefficient, Positive, PositiveInt
+from ppo.config.fields import Section
 
 AdvEstimator = Literal[
     "gae",
@@ -31,15 +26,15 @@ class KlControlConfig(Section):
 
     type: Literal["fixed", "adaptive", "step"] = "fixed"
     """adaptive = proportional to the error, step = times or divided by 1.5 outside a band"""
-    kl_coef: NonNegative = 0.001
+    kl_coef: Coefficient = 0.001
     """the coefficient, at the start if it is not fixed"""
-    target_kl: Positive = 0.1
+    target_kl: Annotated[float, Bound(ge=1e-9, le=1000, usual=(1e-4, 10))] = 0.1
     """KL per token that adaptive and step aim at"""
     horizon: PositiveInt = 10000
     """sequences over which adaptive makes up its error"""
-    min: NonNegative = 1e-4
+    min: Annotated[float, Bound(ge=0, le=1000)] = 1e-4
     """smallest coefficient of adaptive and step"""
-    max: NonNegative = 10.0
+    max: Annotated[float, Bound(ge=0, le=1000)] = 10.0
     """largest coefficient of adaptive and step"""
 
 
@@ -62,9 +57,9 @@ class AlgorithmConfig(Section):
     adv_estimator: AdvEstimator = "gae"
     """gae has a critic; remax samples one greedy response more per prompt; grpo, rloo, opo and
     reinforce_plus_plus_baseline compare responses and need rollout.n > 1"""
-    gamma: UnitInterval = 1.0
+    gamma: Annotated[float, Bound(ge=0, le=1, usual=(0.9, 1))] = 1.0
     """discount of gae and reinforce_plus_plus"""
-    lam: UnitInterval = 1.0
+    lam: Annotated[float, Bound(ge=0, le=1, usual=(0.5, 1))] = 1.0
     """GAE's lambda"""
     norm_adv_by_std_in_grpo: bool = True
     """divide a group's advantages by its standard deviation"""

@@ -5,21 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ppo.config.fields import (
-    IntOrOff,
-    MayChange,
-    PositiveInt,
-    Section,
-    Seed,
-    derived,
-)
+from ppo.config.bounds import FilePath, IntOrOff, Length, PositiveInt, Prompts, Seed
+from ppo.config.fields import MayChange, Section, derived
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomClassConfig(Section):
     """A class of the user, loaded from a file."""
 
-    path: str | None = None
+    path: FilePath | None = None
     """Python file; null = the built-in class"""
     name: str | None = None
     """name of the class in that file"""
@@ -29,19 +23,19 @@ class CustomClassConfig(Section):
 class DataConfig(Section):
     """Prompts: where they are, how they are cut, how many make a step."""
 
-    train_files: list[str]
+    train_files: list[FilePath]
     """parquet or JSONL files: one, many, globs; `tiny` = a seeded copy task"""
-    val_files: MayChange[list[str]] = field(default_factory=list)
+    val_files: MayChange[list[FilePath]] = field(default_factory=list)
     """as train_files; empty = no validation"""
     prompt_key: str = "prompt"
     """column with the prompt: text, or a list of {role, content}"""
     reward_fn_key: str = "data_source"
     """column that picks the scorer"""
-    max_prompt_length: PositiveInt = 512
+    max_prompt_length: Length = 512
     """longest prompt, tokens"""
-    max_response_length: PositiveInt = 512
+    max_response_length: Length = 512
     """longest response, tokens"""
-    train_batch_size: PositiveInt = 1024
+    train_batch_size: Prompts = 1024
     """prompts of one iteration, over all ranks"""
     val_batch_size: MayChange[PositiveInt | None] = None
     """prompts generated at once in validation; null = all"""

@@ -5,16 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from ppo.config.fields import (
-    Bound,
-    MayChange,
-    NonNegative,
-    NonNegativeInt,
-    Positive,
-    Section,
-    UnitInterval,
-    derived,
-)
+from ppo.config.bounds import Bound, FilePath, NonNegativeInt, UnitInterval
+from ppo.config.fields import MayChange, Section, derived
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -31,9 +23,9 @@ class ParallelConfig(Section):
 class ModelConfig(Section):
     """The language model that actor and ref (and by default the critic) start from."""
 
-    path: str
+    path: FilePath
     """HF folder or hub name; `tiny` = seeded random Qwen2, built into the run folder"""
-    tokenizer_path: str = derived("model.path")
+    tokenizer_path: FilePath = derived("model.path")
     """HF folder or hub name of the tokenizer; null = model.path"""
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
@@ -61,7 +53,7 @@ Beta = Annotated[float, Bound(ge=0, lt=1)]
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
-    lr: NonNegative = 1e-6
+    lr: Annotated[float, Bound(ge=0, le=1, usual=(1e-8, 1e-3))] = 1e-6
     """peak learning rate"""
     lr_warmup_steps: NonNegativeInt = 0
     """iterations of linear warm-up; 0 = lr_warmup_steps_ratio decides"""
@@ -71,11 +63,11 @@ class OptimConfig(Section):
     """course after the warm-up"""
     min_lr_ratio: UnitInterval = 0.0
     """last learning rate of cosine and linear, as a share of lr"""
-    weight_decay: NonNegative = 0.01
+    weight_decay: Annotated[float, Bound(ge=0, le=10, usual=(0, 0.5))] = 0.01
     """decoupled weight decay"""
     betas: list[Beta] = field(default_factory=lambda: [0.9, 0.999])
     """Adam's two decay rates"""
-    eps: Positive = 1e-8
+    eps: Annotated[float, Bound(ge=1e-20, le=1, usual=(1e-12, 1e-4))] = 1e-8
     """Adam's epsilon"""
 
 
@@ -93,7 +85,7 @@ class MixedPrecisionConfig(Section):
 class WrapPolicyConfig(Section):
     """Which modules FSDP shards as units of their own, besides every transformer layer."""
 
-    min_num_params: NonNegativeInt = 0
+    min_num_params: Annotated[int, Bound(ge=0, le=10**13)] = 0
     """parameters from which another module is wrapped; 0 = none"""
 
 
@@ -103,7 +95,7 @@ class FsdpConfig(Section):
 
     sharding_strategy: MayChange[Strategy | None] = None
     """null = follows from fsdp_size and reshard_after_forward; a contradiction is an error"""
-    fsdp_size: MayChange[Annotated[int, Bound(ge=-1)]] = -1
+    fsdp_size: MayChange[Annotated[int, Bound(ge=1, le=10**6, also=(-1,))]] = -1
     """ranks of a shard group (dp_shard x sp); -1 = a node's on several nodes, else all"""
     reshard_after_forward: MayChange[bool] = True
     """free gathered parameters between forward and backward; false = SHARD_GRAD_OP"""

@@ -6,17 +6,10 @@ Owns names, types, defaults and units. Must not know how files are read or check
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ppo.config.fields import (
-    MayChange,
-    Positive,
-    PositiveInt,
-    Section,
-    UnitInterval,
-    derived,
-    inherits,
-)
+from ppo.config.bounds import Bound, FilePath, FollowingBudget, UnitInterval, Weight
+from ppo.config.fields import MayChange, Section, derived, inherits
 from ppo.config.sections.model import FsdpConfig
 
 
@@ -24,7 +17,7 @@ from ppo.config.sections.model import FsdpConfig
 class RewardFunctionConfig(Section):
     """A scorer of the user."""
 
-    path: str | None = None
+    path: FilePath | None = None
     """Python file; null = built-in scorers, picked by data_source"""
     name: str = "compute_score"
     """name of the function in that file"""
@@ -40,11 +33,13 @@ class RewardModelConfig(Section):
 
     enable: bool = False
     """score with a reward model"""
-    path: str | None = None
+    path: FilePath | None = None
     """HF folder or hub name of a sequence classification model; `tiny` = a seeded random one"""
     chat_template: str | None = None
     """Jinja text that replaces its tokenizer's chat template; null = the tokenizer's"""
-    max_token_len_per_gpu: MayChange[PositiveInt] = derived("actor.log_prob_max_token_len_per_gpu")
+    max_token_len_per_gpu: MayChange[FollowingBudget] = derived(
+        "actor.log_prob_max_token_len_per_gpu"
+    )
     """tokens of one pass on a rank; null = actor.log_prob_max_token_len_per_gpu"""
     fsdp: FsdpConfig = inherits(FsdpConfig, "actor.fsdp")
     """sharding; keys that are null follow actor.fsdp; parameters are held in param_dtype and
@@ -55,9 +50,9 @@ class RewardModelConfig(Section):
 class RewardWeightsConfig(Section):
     """The weight of each scorer in the score."""
 
-    function: float | None = None
+    function: Weight | None = None
     """of the function; null = 1, but with a reward model and no reward.function.path no function"""
-    model: float = 1.0
+    model: Weight = 1.0
     """of the reward model"""
 
 
@@ -71,9 +66,9 @@ class RewardConfig(Section):
     """a sequence classifier with one label, whose logit for the whole conversation is the score"""
     weights: RewardWeightsConfig = field(default_factory=RewardWeightsConfig)
     """how scores are summed; 0 = the score is a metric only"""
-    num_workers: MayChange[PositiveInt] = 8
+    num_workers: MayChange[Annotated[int, Bound(ge=1, le=4096, usual=(1, 256))]] = 8
     """scoring processes of a node"""
-    timeout_s: Positive = 60.0
+    timeout_s: Annotated[float, Bound(ge=0.01, le=1e6, usual=(0.1, 3600))] = 60.0
     """time limit of one sample, seconds; a sample over it is masked out of the loss"""
     max_failed_fraction: UnitInterval = 0.1
     """the run ends when a larger share of a step's samples could not be scored"""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ppo.config.fields import (
+from ppo.config.bounds import (
+    Bound,
     IntOrOff,
-    MayChange,
-    NonNegative,
-    Positive,
     PositiveInt,
-    Section,
-    Share,
-    derived,
+    Ranks,
+    Samples,
+    Temperature,
+    Timeout,
+    TokenBudget,
+    TopP,
 )
+from ppo.config.fields import MayChange, Section, derived
 from ppo.config.sections.model import Dtype
 
 
@@ -22,11 +24,11 @@ from ppo.config.sections.model import Dtype
 class ValKwargsConfig(Section):
     """Sampling in validation."""
 
-    temperature: NonNegative = 0.0
+    temperature: Temperature = 0.0
     """0 = greedy"""
-    top_p: Share = 1.0
+    top_p: TopP = 1.0
     """nucleus; 1 = off"""
-    n: PositiveInt = 1
+    n: Samples = 1
     """responses per prompt"""
 
 
@@ -36,11 +38,11 @@ class RolloutConfig(Section):
 
     engine: Literal["auto", "sglang", "torch"] = "auto"
     """auto = SGLang where CUDA and sglang are present, else the embedded torch engine"""
-    n: PositiveInt = 1
+    n: Samples = 1
     """responses per prompt"""
-    temperature: NonNegative = 1.0
-    """of sampling and of every log-prob; 0 = greedy (not for training)"""
-    top_p: Share = 1.0
+    temperature: Temperature = 1.0
+    """of sampling and of every log-prob; 0 = greedy, not for training"""
+    top_p: TopP = 1.0
     """nucleus; 1 = off"""
     top_k: IntOrOff = -1
     """-1 = off"""
@@ -48,27 +50,31 @@ class RolloutConfig(Section):
     """texts that end a response, besides the end-of-sequence tokens"""
     ignore_eos: bool = False
     """generate up to max_response_length always"""
-    tensor_model_parallel_size: MayChange[PositiveInt] = 1
+    tensor_model_parallel_size: MayChange[Ranks] = 1
     """ranks that share one engine; divides the ranks of a node"""
-    gpu_memory_utilization: MayChange[Share] = 0.6
+    gpu_memory_utilization: MayChange[
+        Annotated[float, Bound(ge=0.01, le=1, usual=(0.05, 0.95))]
+    ] = 0.6
     """share of the whole device that weights and KV cache of the engine may take"""
-    max_model_len: PositiveInt = derived("data.max_prompt_length", "data.max_response_length")
+    max_model_len: Annotated[int, Bound(ge=1, le=2 * 10**7)] = derived(
+        "data.max_prompt_length", "data.max_response_length"
+    )
     """longest sequence of the engine, tokens; null = max_prompt_length + max_response_length"""
-    max_num_seqs: MayChange[PositiveInt] = 256
+    max_num_seqs: MayChange[Annotated[int, Bound(ge=1, le=10**6, usual=(1, 8192))]] = 256
     """sequences that one engine decodes at once"""
-    max_num_batched_tokens: MayChange[PositiveInt] = 8192
+    max_num_batched_tokens: MayChange[TokenBudget] = 8192
     """prompt tokens that one engine prefills at once"""
     dtype: Dtype = "bfloat16"
     """weights and KV cache of the engine"""
     free_cache_engine: MayChange[bool] = True
     """give the engine's memory back while training"""
-    reshard_bucket_mib: MayChange[PositiveInt] = 512
+    reshard_bucket_mib: MayChange[Annotated[int, Bound(ge=1, le=10**6, usual=(1, 16384))]] = 512
     """send and receive buffer of one exchange together, MiB"""
     verify_weights: MayChange[Literal["first", "never"] | PositiveInt] = "first"
     """compare weights of engine and trainer after the first sync, never, or after every N-th"""
     enforce_eager: MayChange[bool] = False
     """no CUDA graphs in the engine"""
-    timeout_s: MayChange[Positive] = 3600.0
+    timeout_s: MayChange[Timeout] = 3600.0
     """an engine without progress for so long is dead, seconds"""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """passed on to sglang.Engine"""

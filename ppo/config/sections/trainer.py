@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from ppo.config.fields import (
-    IntOrOff,
-    MayChange,
+from ppo.config.bounds import (
+    Bound,
+    FilePath,
     NonNegativeInt,
-    Positive,
     PositiveInt,
-    Section,
+    Ranks,
+    Seconds,
     Seed,
-    seconds,
+    StepsOrEnd,
+    Timeout,
 )
+from ppo.config.fields import MayChange, Section, seconds
 
 LoggerName = Literal["console", "jsonl", "tensorboard"]
 
@@ -23,11 +25,11 @@ LoggerName = Literal["console", "jsonl", "tensorboard"]
 class CheckConfig(Section):
     """The machine that `--check` plans for; a training run does not read it."""
 
-    nnodes: PositiveInt = 1
+    nnodes: Annotated[int, Bound(ge=1, le=4096)] = 1
     """number of nodes"""
-    nproc_per_node: PositiveInt = 8
+    nproc_per_node: Ranks = 8
     """ranks (devices) of a node"""
-    device_memory_gib: Positive = 80.0
+    device_memory_gib: Annotated[float, Bound(ge=0.01, le=10_000, usual=(1, 1000))] = 80.0
     """memory of one device, GiB"""
 
 
@@ -37,21 +39,21 @@ class TrainerConfig(Section):
 
     seed: Seed = 42
     """of everything random"""
-    total_epochs: MayChange[PositiveInt] = 1
+    total_epochs: MayChange[Annotated[int, Bound(ge=1, le=10**6, usual=(1, 1000))]] = 1
     """passes over the prompts"""
     total_training_steps: MayChange[PositiveInt | None] = None
     """iterations; null = all of total_epochs"""
     critic_warmup: NonNegativeInt = 0
     """iterations in which only the critic is trained"""
-    save_freq: MayChange[IntOrOff] = 50
+    save_freq: MayChange[StepsOrEnd] = 50
     """iterations between checkpoints; 0 or -1 = only at the end"""
-    test_freq: MayChange[IntOrOff] = 10
+    test_freq: MayChange[StepsOrEnd] = 10
     """iterations between validations; 0 or -1 = only at the end"""
     val_before_train: MayChange[bool] = True
     """validate before the first iteration"""
     val_only: MayChange[bool] = False
     """validate and end"""
-    resume_mode: MayChange[str] = "auto"
+    resume_mode: MayChange[FilePath] = "auto"
     """auto = newest complete checkpoint of the run folder; disable; or a checkpoint's path"""
     allow_changed_config: MayChange[bool] = False
     """resume although keys have changed that a resumed run should keep"""
@@ -61,19 +63,19 @@ class TrainerConfig(Section):
     """older checkpoints are deleted; null = keep all"""
     keep_best: MayChange[str | None] = None
     """metric whose highest value keeps its checkpoint besides; null = none"""
-    max_wall_time: MayChange[Positive | None] = field(default=None, metadata=seconds())
+    max_wall_time: MayChange[Seconds | None] = field(default=None, metadata=seconds())
     """stop, save and end after so long: seconds, or [D-]HH:MM:SS; null = never"""
-    comm_timeout_s: MayChange[Positive] = 600.0
+    comm_timeout_s: MayChange[Timeout] = 600.0
     """time limit of a collective, seconds"""
     logger: MayChange[list[LoggerName]] = field(
         default_factory=lambda: ["console", "jsonl", "tensorboard"]
     )
     """where metrics go"""
-    project_name: MayChange[str] = "ppo"
+    project_name: MayChange[FilePath] = "ppo"
     """folder of related runs"""
-    experiment_name: MayChange[str | None] = None
+    experiment_name: MayChange[FilePath | None] = None
     """folder of this run in it; null = name of the config file"""
-    default_local_dir: MayChange[str | None] = None
+    default_local_dir: MayChange[FilePath | None] = None
     """run folder; null = runs/PROJECT/EXPERIMENT"""
     log_val_generations: MayChange[NonNegativeInt] = 8
     """validation samples that are logged as text"""
