@@ -29,7 +29,7 @@ class CheckConfig(Section):
     """number of nodes"""
     nproc_per_node: Ranks = 8
     """ranks (devices) of a node"""
-    device_memory_gib: Annotated[float, Bound(ge=0.01, le=10_000, usual=(1, 1000))] = 80.0
+    device_memory_gib: Annotated[float, Bound(ge=1e-6, le=10_000, usual=(1, 1000))] = 80.0
     """memory of one device, GiB"""
 
 
