@@ -19,7 +19,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppo.config import Config, ConfigError, Problem, load_config
-from ppo.config.cli import build_parser, path
+from ppo.config.cli import build_parser, join_values, path
 from ppo.data.prompts import load_prompts
 from ppo.errors import InputError
 from ppo.models.build import build_causal_lm
@@ -57,8 +57,8 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser.add_argument("--data", required=True, help="prompts: parquet or JSONL, or a glob")
     parser.add_argument("--out", required=True, type=path, help="samples: .parquet or .jsonl")
     parser.add_argument("--pass_score", type=float, default=1.0, help="score that counts as passed")
-    known, overrides = parser.parse_known_args(list(argv))
-    return Options(overrides=overrides, **vars(known))
+    known, rest = parser.parse_known_args(list(argv))
+    return Options(overrides=join_values(rest), **vars(known))
 
 
 def load_evaluation(options: Options, check: Callable[[Config], list[Problem]]) -> Config:

@@ -184,6 +184,15 @@ def _rows_and_samples(config: Config) -> Iterator[Problem]:
         yield Problem("data.train_files", [], "must name at least one file", "or use tiny")
     if data.custom_cls.path is not None and data.custom_cls.name is None:
         yield Problem("data.custom_cls.name", None, "is required with data.custom_cls.path")
+    for name in {"sglang", "vllm", "trtllm"}.intersection(rollout.engine_kwargs):
+        yield Problem(
+            f"rollout.engine_kwargs.{name}",
+            rollout.engine_kwargs[name],
+            "is a key of another trainer",
+            "write what stands in it into rollout.engine_kwargs, sglang.Engine's options"
+            if name == "sglang"
+            else "rollout.engine_kwargs are sglang.Engine's options; remove it",
+        )
     if "" in rollout.stop:
         yield Problem("rollout.stop", rollout.stop, "must not hold an empty text")
 

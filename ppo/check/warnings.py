@@ -130,19 +130,32 @@ def _rollout(config: Config) -> Iterator[str]:
 
 
 def _sizes(config: Config, world_size: int) -> Iterator[str]:
-    longest = config.data.max_length
-    sp = config.actor.ulysses_sequence_parallel_size
+    longest, sp = config.data.max_length, config.actor.ulysses_sequence_parallel_size
+    small = [f"{key} = {budget}" for key, budget in _budgets(config) if budget * sp < longest]
+    if small:
+        yield (
+            f"{', '.join(small)}: {'' if sp == 1 else f'times sp {sp} '}less than the longest "
+            f"sequence ({longest} tokens): such a sequence gets a micro-batch of its own"
+        )
     for name in _trained(config):
-        section = getattr(config, name)
-        row = section.ppo_max_token_len_per_gpu * sp
-        if section.use_dynamic_bsz and row < longest:
-            yield (
-                f"{name}.ppo_max_token_len_per_gpu x sp = {row} tokens is less than the longest "
-                f"sequence ({longest}): such a sequence gets a micro-batch of its own"
-            )
-        sequences, groups = section.ppo_mini_batch_size * config.rollout.n, world_size // sp
+        size = getattr(config, name).ppo_mini_batch_size
+        sequences, groups = size * config.rollout.n, world_size // sp
         if sequences < groups:
             yield (
                 f"{name}.ppo_mini_batch_size x rollout.n = {sequences} sequences: less than the "
                 f"{groups} sp groups, some ranks compute nothing"
             )
+
+
+def _budgets(config: Config) -> Iterator[tuple[str, int]]:
+    """The token budgets that the run uses."""
+    for name in _trained(config):
+        section = getattr(config, name)
+        if section.use_dynamic_bsz:
+            yield f"{name}.ppo_max_token_len_per_gpu", section.ppo_max_token_len_per_gpu
+    if config.ref_enabled:
+        budget = config.ref.log_prob_max_token_len_per_gpu
+        follows = budget == config.actor.log_prob_max_token_len_per_gpu
+        yield f"{'actor' if follows else 'ref'}.log_prob_max_token_len_per_gpu", budget
+    if config.reward.model.enable:
+        yield "reward.model.max_token_len_per_gpu", config.reward.model.max_token_len_per_gpu

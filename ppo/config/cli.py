@@ -58,11 +58,28 @@ def parse_args(argv: Sequence[str], *, description: str = "Train with PPO.") -> 
     for option, letter, meaning in machine.values():
         names = dict.fromkeys((option, option.replace("_", "-")))
         group.add_argument(*names, metavar=letter, help=meaning)
-    known, overrides = parser.parse_known_args(list(argv))
+    known, rest = parser.parse_known_args(list(argv))
+    overrides = join_values(rest)
     for name in machine:
         if (value := getattr(known, name)) is not None:
             overrides.append(f"check.{name}={value}")
     return CommandLine(known.config, overrides, known.check, known.verbose)
+
+
+def join_values(words: Sequence[str]) -> list[str]:
+    """`--key value` as `--key=value`, and a `--flag` that nothing follows as `--flag=true`."""
+    joined: list[str] = []
+    waiting = False
+    for word in words:
+        is_key = word.startswith(("--", "+", "~")) or "=" in word
+        if waiting:
+            joined[-1] += "=true" if is_key else f"={word}"
+        if is_key or not waiting:
+            joined.append(word)
+        waiting = is_key and word.startswith("--") and "=" not in word
+    if waiting:
+        joined[-1] += "=true"
+    return joined
 
 
 def build_parser(description: str) -> ArgumentParser:

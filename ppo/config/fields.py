@@ -24,6 +24,8 @@ class Problem(NamedTuple):
     """what would be right"""
     fix: str = ""
     """what to change; empty when the rule says it all"""
+    is_listed: bool = False
+    """spelt out however many problems there are"""
 
     def __str__(self) -> str:
         given = "" if self.value is None else f" = {short(repr(self.value))}"
@@ -48,9 +50,13 @@ class ConfigError(InputError):
         self.found = problems
         self.problems = [str(problem) for problem in problems]
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
-        lines = [f"configuration: {count}", *self.problems[:MOST_SHOWN]]
-        if len(problems) > MOST_SHOWN:
-            lines.append(f"and {len(problems) - MOST_SHOWN} more")
+        left, lines = MOST_SHOWN, [f"configuration: {count}"]
+        for problem, line in zip(problems, self.problems, strict=True):
+            if problem.is_listed or left > 0:
+                lines.append(line)
+                left -= not problem.is_listed
+        if len(problems) >= len(lines):
+            lines.append(f"and {len(problems) - len(lines) + 1} more")
         super().__init__("\n  ".join(lines))
 
 

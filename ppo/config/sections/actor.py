@@ -67,7 +67,8 @@ class ActorConfig(Section):
     log_prob_max_token_len_per_gpu: MayChange[FollowingBudget] = derived(
         "actor.ppo_max_token_len_per_gpu", times=2
     )
-    """tokens of one forward-only pass on a rank; null = 2 x ppo_max_token_len_per_gpu"""
+    """tokens of one forward-only pass of ref or reward model on a rank (old log-probs are computed
+    in the update's micro-batches); null = 2 x ppo_max_token_len_per_gpu"""
     ppo_epochs: Epochs = 1
     """passes over the batch of an iteration"""
     shuffle: bool = False

@@ -186,7 +186,7 @@ def test_an_unknown_key_suggests_the_right_one(path, suggestion):
     ],
 )
 def test_a_key_of_another_trainer_says_what_replaces_it(path, advice):
-    (found,) = problems(f"{path}=1")
+    found = problems(f"{path}=1")[0]
     assert "another trainer" in found
     assert advice in found
 

@@ -8,7 +8,8 @@ import pytest
 from ppo.config import load_config
 from ppo.config.reference import reference
 from ppo.config.schema import flatten, schema
-from ppo.config.text import coerce, parse
+from ppo.config.text import parse
+from ppo.config.values import coerce
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
