@@ -11,9 +11,10 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -70,7 +71,6 @@ def load_evaluation(options: Options, check: Callable[[Config], list[Problem]]) 
         *options.overrides,
         f"data.train_files={json.dumps([options.data])}",
         "data.val_files=[]",
-        "data.train_max_samples=-1",
         f"trainer.default_local_dir={json.dumps(str(options.out.with_suffix('.run')))}",
         "trainer.resume_mode=disable",
         "trainer.val_only=false",
@@ -93,23 +93,36 @@ def load_evaluation(options: Options, check: Callable[[Config], list[Problem]]) 
                 )
             ]
         )
-    return load_config(options.config, overrides, check=check)
+    config = load_config(options.config, overrides, check=check)
+    limits = [config.data.train_max_samples, config.data.val_max_samples]
+    limit = min((limit for limit in limits if limit > 0), default=-1)
+    return replace(config, data=replace(config.data, train_max_samples=limit))
 
 
 def evaluate(config: Config, run: Run, options: Options) -> dict[str, Summary]:
-    """Generate, score, log one line per data source and write the samples. Collective."""
+    """Generate, score, log one line per data source and write the samples. Collective.
+
+    When too many rewards fail, the samples are written all the same, each with its failure.
+    """
+
+    def keep(rows: Sequence[Mapping[str, Any]]) -> None:
+        write_samples(options.out, rows)
+        logger.info("%d samples written to %s", len(rows), options.out)
+
     prompts = load_prompts(config, model_folder(config.model.tokenizer_path, run.mesh, run.dir))
+    if config.data.train_max_samples > 0:
+        limit = config.data.train_max_samples
+        logger.info("data.train_max_samples or val_max_samples: the first %d rows only", limit)
     actor = _load_actor(config, run, options.checkpoint)
     with (
         open_rewards(config, run, prompts) as pool,
         open_collector(config, run, prompts, actor) as collector,
     ):
         scorer = build_scorer(config, run, prompts, pool)
-        rows = sample_and_score(collector, scorer, list(prompts.all()), actor, step=0)
+        everything = list(prompts.all())
+        rows = sample_and_score(collector, scorer, everything, actor, step=0, keep=keep)
     summaries = summarise(rows, pass_score=options.pass_score)
     if run.mesh.rank == 0:
-        write_samples(options.out, rows)
-        logger.info("%d samples written to %s", len(rows), options.out)
         for source, summary in summaries.items():
             logger.info("%s: %s", source, summary)
     return summaries

@@ -41,7 +41,7 @@ from ppo.models.folder import model_folder
 from ppo.models.roles import Models, build_models
 from ppo.packing import Batchers, make_batchers
 from ppo.rollout.collector import open_collector
-from ppo.rollout.samples import log_samples
+from ppo.rollout.samples import kept_on_failure, log_samples
 from ppo.rollout.scoring import build_scorer, open_rewards
 from ppo.rollout.validation import validate
 from ppo.run.run import Run, StopRequested
@@ -110,7 +110,8 @@ def train(config: Config, run: Run) -> None:
                 with metrics.timed("gen"), collector.awake(actor, metrics):
                     batch = collector.sample_training(sampler.next_batch(), step)
                 # 2 score
-                with metrics.timed("reward"):
+                kept = kept_on_failure(tracker, scorer, batch, step)
+                with metrics.timed("reward"), kept:
                     scorer.score(batch, metrics)
                 # 3 log-probs and values
                 add_logprobs_and_values(batch, models, batchers, config, run, metrics, step)

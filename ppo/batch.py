@@ -34,6 +34,8 @@ class RolloutBatch:
     rollout_logprobs: Tensor  # [B, T] float32, from the engine
     scores: Tensor  # [B] float32, from the rewards
     failed: Tensor  # [B] bool, the reward raised, timed out or was not finite
+    failures: list[str | None]  # B, what went wrong with the reward of a failed sample
+    components: list[dict[str, float]]  # B, what the score is made of: function, model, extra/NAME
     greedy: "RolloutBatch | None" = None  # ReMax: one response per prompt, to compare with
     old_logprobs: Tensor | None = None  # [B, T] trainer, before the update
     ref_logprobs: Tensor | None = None  # [B, T]
@@ -77,6 +79,8 @@ def make_batch(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> 
         rollout_logprobs=logprobs,
         scores=torch.zeros(len(completions)),
         failed=torch.zeros(len(completions), dtype=torch.bool),
+        failures=[None] * len(completions),
+        components=[{} for _ in completions],
     )
 
 

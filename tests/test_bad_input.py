@@ -203,6 +203,8 @@ def test_a_tokenizer_without_chat_template_is_said_before_a_model_is_loaded(run_
         ("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
          "    return 'good'\n", ("not str",)),
         ("import not_a_module\ndef compute_score(*a, **k): return 0.0\n", ("not_a_module",)),
+        ("def compute_score(completions, solution, **kwargs): return [0.0]\n",
+         ("TRL's style", "reward.function.style=trl")),
     ],
 )  # fmt: skip
 def test_a_reward_that_cannot_work_is_said_before_a_model_is_loaded(
@@ -213,6 +215,19 @@ def test_a_reward_that_cannot_work_is_said_before_a_model_is_loaded(
     assert code == 2
     for word in words:
         assert word in err
+
+
+def test_what_rewards_need_of_the_data_is_looked_for_in_every_row(run_main, tmp_path):
+    source = "def accuracy(completions, solution, **kwargs): return [0.0]\n"
+    (tmp_path / "reward.py").write_text(source)
+    trl = (f"reward.function.path={tmp_path / 'reward.py'}", "reward.function.name=accuracy")
+    code, err = run_main(*trl, "reward.function.style=trl")
+    assert code == 2 and "no column of the training data gives 'solution'" in err
+
+    rows = [row() for _ in range(200)]
+    rows[150]["reward_model"] = {"style": "rule", "ground_truth": None}
+    code, err = run_main(write_rows(tmp_path / "a.parquet", rows))
+    assert code == 2 and "a.parquet, row 150: the built-in scorer tiny needs a ground truth" in err
 
 
 @pytest.mark.distributed

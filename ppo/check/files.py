@@ -5,17 +5,17 @@ Owns looking, not loading: must not load a model or import transformers.
 
 from __future__ import annotations
 
-import glob
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 from ppo.config import Config, Problem
-from ppo.data.rows import DataError, check_data_files
+from ppo.data.columns import check_data_files
+from ppo.data.rows import DataError, find_files
 from ppo.model_shapes import config_json
 from ppo.plugin import PluginError, parse_plugin
-from ppo.rewards.contract import RewardError
-from ppo.rewards.function import check_function
+from ppo.rewards.contract import Function, RewardError
+from ppo.rewards.function import check_function, functions_of
 
 # where this project keeps models and checkpoints: never the name of an organisation
 _LOCAL_FOLDERS = ("models", "runs", "data")
@@ -24,12 +24,10 @@ _LOCAL_FOLDERS = ("models", "runs", "data")
 def missing_files(config: Config) -> list[Problem]:
     """Files and packages that the run needs and this machine lacks."""
     found = [*_missing_data(config), *_missing_models(config)]
-    function = config.reward.function.path
-    if function is not None and not Path(function).is_file():
-        found.append(Problem("reward.function.path", function, "no such file"))
-    custom = config.data.custom_cls.path
-    if custom is not None and not Path(custom).is_file():
-        found.append(Problem("data.custom_cls.path", custom, "no such file"))
+    plugins = [("reward.function.path", path) for path in config.reward.function.path or ()]
+    if config.data.custom_cls.path is not None:
+        plugins.append(("data.custom_cls.path", config.data.custom_cls.path))
+    found += [Problem(key, path, "no such file") for key, path in plugins if not _is_file(path)]
     resume = config.trainer.resume_mode
     if resume not in ("auto", "disable") and not _holds_checkpoint(Path(resume)):
         rule = "no checkpoint there" if Path(resume).is_dir() else "no such folder"
@@ -50,25 +48,37 @@ def wrong_contents(config: Config) -> list[Problem]:
     """What is wrong inside the files that are there: first rows, signature of the reward."""
     found = []
     for name in ("train_files", "val_files"):
-        files = [f for f in getattr(config.data, name) if f == "tiny" or glob.glob(f)]
+        files = [f for f in getattr(config.data, name) if f == "tiny" or _found(f) is None]
         try:
             if files:
                 check_data_files(files, config.data, need_data_source=config.reward.uses_builtin)
         except DataError as error:
             found.append(Problem(f"data.{name}", None, str(error)))
     custom = config.data.custom_cls
-    if custom.path is not None and custom.name is not None and Path(custom.path).is_file():
+    if custom.path is not None and custom.name is not None and _is_file(custom.path):
         try:
             parse_plugin(custom.path, custom.name)
         except PluginError as error:
             found.append(Problem("data.custom_cls", None, str(error)))
-    function = config.reward.function
-    if function.path is not None and Path(function.path).is_file():
+    for function in _functions(config):
         try:
             check_function(function)
         except RewardError as error:
             found.append(Problem("reward.function.path", function.path, str(error)))
     return found
+
+
+def _functions(config: Config) -> list[Function]:
+    """The reward functions whose files are there."""
+    try:
+        functions = functions_of(config.reward.function)
+    except RewardError:  # said by ppo/check/rules.py
+        return []
+    return [function for function in functions if function.path and _is_file(function.path)]
+
+
+def _is_file(path: str) -> bool:
+    return Path(path).expanduser().is_file()
 
 
 def _holds_checkpoint(folder: Path) -> bool:
@@ -82,11 +92,20 @@ def _holds_checkpoint(folder: Path) -> bool:
 def _missing_data(config: Config) -> Iterator[Problem]:
     for name in ("train_files", "val_files"):
         for pattern in getattr(config.data, name):
-            if pattern == "tiny" or glob.glob(pattern, recursive=True):
-                continue
-            fix = "python -m ppo.data.prepare writes data" if not glob.has_magic(pattern) else ""
-            rule = "no file matches" if glob.has_magic(pattern) else "no such file"
-            yield Problem(f"data.{name}", pattern, rule, fix)
+            error = None if pattern == "tiny" else _found(pattern)
+            if error is not None:
+                is_absent = error.problem == "no such file"
+                fix = "python -m ppo.data.prepare writes data" if is_absent else ""
+                yield Problem(f"data.{name}", pattern, error.problem, fix)
+
+
+def _found(pattern: str) -> DataError | None:
+    """Why the loader would find no file there; None when it does."""
+    try:
+        find_files([pattern])
+    except DataError as error:
+        return error
+    return None
 
 
 def _missing_models(config: Config) -> Iterator[Problem]:

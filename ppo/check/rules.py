@@ -9,10 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ppo.config import Config, FsdpConfig, Problem
+from ppo.rewards.contract import RewardError
+from ppo.rewards.function import functions_of
 from sharding.dims import ParallelDims
 
 # estimators whose baseline comes from the other responses to the prompt
 _COMPARING = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
+# of apply_chat_template: they change what it returns, not what the template sees
+_CHAT_OPTIONS_OF_OURS = {
+    *("tokenize", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("add_generation_prompt", "continue_final_message", "conversation", "tokenizer_kwargs"),
+    *("padding", "truncation", "max_length"),
+}
 _DEGREE_KEYS = {
     "sp": "actor.ulysses_sequence_parallel_size",
     "fsdp_size": "actor.fsdp.fsdp_size",
@@ -193,6 +201,15 @@ def _rows_and_samples(config: Config) -> Iterator[Problem]:
             if name == "sglang"
             else "rollout.engine_kwargs are sglang.Engine's options; remove it",
         )
+    ours = sorted(_CHAT_OPTIONS_OF_OURS & data.apply_chat_template_kwargs.keys())
+    if ours:
+        yield Problem(
+            "data.apply_chat_template_kwargs",
+            data.apply_chat_template_kwargs,
+            f"must not set {', '.join(ours)}: a prompt is rendered as text, with the generation "
+            "prompt, and tokenized afterwards",
+            "leave it out",
+        )
     if "" in rollout.stop:
         yield Problem("rollout.stop", rollout.stop, "must not hold an empty text")
 
@@ -201,6 +218,11 @@ def _rewards(config: Config) -> Iterator[Problem]:
     function, model, weights = config.reward.function, config.reward.model, config.reward.weights
     if function.style == "trl" and function.path is None:
         yield Problem("reward.function.style", "trl", "needs reward.function.path")
+    try:
+        functions = functions_of(function)
+    except RewardError as error:
+        yield Problem("", None, str(error))
+        return
     if model.enable and model.path is None:
         yield Problem(
             "reward.model.path",
@@ -209,7 +231,9 @@ def _rewards(config: Config) -> Iterator[Problem]:
             "name a sequence classification model with one label",
         )
     counts = {
-        "function": config.reward.uses_function and weights.function != 0,
+        "function": config.reward.uses_function
+        and weights.function != 0
+        and any(function.weight for function in functions),
         "model": model.enable and weights.model != 0,
     }
     if not any(counts.values()):

@@ -108,7 +108,7 @@ def _data(config: Config) -> Iterator[str]:
         yield "reward.model.path has no effect without reward.model.enable"
     if config.reward.weights.model != 1 and not model.enable:
         yield "reward.weights.model has no effect without reward.model.enable"
-    if function.path is None and (function.kwargs or function.name != "compute_score"):
+    if function.path is None and (function.kwargs or function.name != ["compute_score"]):
         yield "reward.function.name and kwargs have no effect without reward.function.path"
     if config.trainer.val_before_train and not data.val_files and config.trainer.keep_best:
         yield "trainer.keep_best: there are no data.val_files, only training metrics exist"

@@ -162,6 +162,15 @@ def broken_rule(hint: Any, value: Any) -> Rule | None:
     )
 
 
+def home_expanded(hint: Any, value: Any) -> Any:
+    """A path, or listed paths, with the home folder in the place of a leading ~; else the value."""
+    if not any(isinstance(rule, PathRule) for rule in rules(hint)):
+        return value
+    if isinstance(value, list):
+        return [os.path.expanduser(path) for path in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
 def unusual(hint: Any, value: Any) -> Bound | None:
     """The bound in the annotation whose usual range the value, or a listed value, is outside of."""
     values = value if isinstance(value, list) else [value]

@@ -6,6 +6,7 @@ Owns --config, --check and its options, and what counts as an override.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -102,4 +103,4 @@ def path(text: str) -> Path:
     rule = broken_rule(FilePath, text)
     if rule is not None:
         raise argparse.ArgumentTypeError(str(rule))
-    return Path(text)
+    return Path(os.path.expanduser(text))

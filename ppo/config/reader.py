@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ppo.config.bounds import broken_rule
+from ppo.config.bounds import broken_rule, home_expanded
 from ppo.config.fields import Problem, short
 from ppo.config.foreign import NOT_BUILT_VALUES, foreign, is_read_inside, not_built
 from ppo.config.root import Config
@@ -125,7 +125,7 @@ class Reader:
         if rule is not None:
             self._problem(path, value, str(rule))
             return None
-        return value
+        return home_expanded(key.hint, value)
 
     def _resolve(self, path: str, values: dict[str, Any], resolved: dict[str, Any]) -> Any:
         """The value of a key: given, else derived, else its default."""

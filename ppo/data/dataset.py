@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from ppo.config import DataConfig
-from ppo.data.rows import DataError, Row, Sample, find_files, is_tiny, parse_row, read_rows
+from ppo.data.columns import Sample, is_tiny, parse_row
+from ppo.data.rows import DataError, Row, find_files, read_rows
 from ppo.data.tiny import tiny_rows
 from ppo.data.tokenizer import render_chat, token_ids
 from ppo.errors import InputError
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 Split = Literal["train", "val"]
 TOKENIZE_ROWS = 1000
 """rows tokenized in one call"""
+CHARS_PER_TOKEN = 64
+"""a text this much longer than data.max_prompt_length is not tokenized whole to learn that it is"""
 
 
 class Prompt(NamedTuple):
@@ -34,6 +37,7 @@ class Prompt(NamedTuple):
     ground_truth: Any
     extra_info: dict[str, Any]
     messages: list[dict[str, str]] | str  # as written in the row
+    where: str = ""  # file and row, for messages
 
 
 class Prompts(Protocol):
@@ -71,6 +75,7 @@ class PromptDataset:
         limit = data.train_max_samples if split == "train" else data.val_max_samples
         rows = _load_rows(files, data, split, limit)
         samples = [parse_row(row, data, need_data_source=need_data_source) for row in rows]
+        _warn_of_tools(rows)
         self._prompts: list[Prompt] = []
         for start in range(0, len(rows), TOKENIZE_ROWS):
             chunk = slice(start, start + TOKENIZE_ROWS)
@@ -78,7 +83,7 @@ class PromptDataset:
             for uid, ids in enumerate(tokenized, start):
                 kept = _fit(ids, rows[uid], data)
                 if kept is not None:
-                    self._prompts.append(_prompt(uid, kept, samples[uid]))
+                    self._prompts.append(_prompt(uid, kept, rows[uid], samples[uid]))
         self.num_filtered = len(rows) - len(self._prompts)
         if self.num_filtered:
             logger.info(
@@ -158,6 +163,16 @@ def _load_rows(files: str | Sequence[str], data: DataConfig, split: Split, limit
     return rows[:limit] if limit > 0 else rows
 
 
+def _warn_of_tools(rows: Sequence[Row]) -> None:
+    first = next((row for row in rows if row.values.get("tools") is not None), None)
+    if first is not None:
+        logger.warning(
+            "%s, column 'tools': not used, there are no tool calls in a rollout; a reward gets it "
+            "in extra_info, and data.apply_chat_template_kwargs.tools shows tools to the model",
+            first.where,
+        )
+
+
 def _tokenize(
     rows: Sequence[Row],
     samples: Sequence[Sample],
@@ -165,7 +180,20 @@ def _tokenize(
     data: DataConfig,
 ) -> list[list[int]]:
     texts = [_render(*pair, tokenizer, data) for pair in zip(rows, samples, strict=True)]
-    return token_ids(tokenizer, texts)
+    tokenized = token_ids(tokenizer, [_without_middle(text, data) for text in texts])
+    for index, (text, ids) in enumerate(zip(texts, tokenized, strict=True)):
+        if text != _without_middle(text, data) and len(ids) <= 4 * data.max_prompt_length:
+            tokenized[index] = token_ids(tokenizer, [text])[0]
+    return tokenized
+
+
+def _without_middle(text: str, data: DataConfig) -> str:
+    """A text that is surely too long, cut: a line of 100 MB would be tokenized for minutes.
+
+    What truncation keeps stands in the rest, as many tokens from either end as fit.
+    """
+    end = CHARS_PER_TOKEN * data.max_prompt_length
+    return text if len(text) <= 2 * end else text[:end] + text[-end:]
 
 
 def _render(
@@ -193,14 +221,16 @@ def _fit(ids: list[int], row: Row, data: DataConfig) -> list[int] | None:
         case "middle":
             return ids[: limit // 2] + ids[-(limit - limit // 2) :]
         case "error":
+            least = "at least " if len(ids) > 4 * limit else ""
             raise row.error(
-                f"has {len(ids)} tokens with the chat template, more than data.max_prompt_length "
-                f"= {limit}; raise it, or set data.filter_overlong_prompts=true or data.truncation",
+                f"has {least}{len(ids)} tokens with the chat template, more than "
+                f"data.max_prompt_length = {limit}; raise it, or set "
+                "data.filter_overlong_prompts=true or data.truncation",
                 data.prompt_key,
             )
 
 
-def _prompt(uid: int, ids: list[int], sample: Sample) -> Prompt:
+def _prompt(uid: int, ids: list[int], row: Row, sample: Sample) -> Prompt:
     return Prompt(
         uid=uid,
         prompt_ids=ids,
@@ -208,4 +238,5 @@ def _prompt(uid: int, ids: list[int], sample: Sample) -> Prompt:
         ground_truth=sample.ground_truth,
         extra_info=sample.extra_info,
         messages=sample.messages,
+        where=row.where,
     )

@@ -1,25 +1,28 @@
-"""Rows of prompt files: parquet and JSONL, in verl's row format or simpler ones.
+"""Rows of parquet and JSONL files, as they stand there.
 
-Owns finding, reading and checking rows, without tokenizer and without transformers, so that bad
-data is found before any model is loaded. Rows are counted from 0, lines of a JSONL file from 1.
+Owns finding and reading files, and errors that say where. Must not know what the columns mean.
+Rows are counted from 0, lines of a JSONL file from 1.
 """
 
 import glob
+import itertools
 import json
+import os
+import stat
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ppo.config import DataConfig
 from ppo.errors import InputError
+
+if TYPE_CHECKING:
+    import pyarrow
 
 PARQUET = {".parquet"}
 JSON_LINES = {".jsonl", ".json", ".ndjson"}
-NO_SOURCE = "unknown"
-"""data_source of rows without one, as verl calls it"""
-QUICK_ROWS = 64
-"""rows of each file that `check_data_files` reads"""
+MAX_DEPTH = 100
+"""of what a row holds: pickling it, on its way to the rewards, takes stack for each level"""
+ARRAY = "a JSON array (jq -c '.[]' FILE > FILE.jsonl writes one object per line)"
 
 
 class DataError(InputError):
@@ -34,10 +37,8 @@ class DataError(InputError):
         line: int | None = None,
         column: str | None = None,
     ) -> None:
-        self.file, self.row, self.column = str(file), row, column
-        where = [str(file)]
-        if row is not None:
-            where.append(f"row {row}" + (f" (line {line})" if line is not None else ""))
+        self.file, self.row, self.column, self.problem = str(file), row, column, problem
+        where = [str(file)] if row is None else [_place(file, row, line)]
         if column is not None:
             where.append(f"column '{column}'")
         super().__init__(f"{', '.join(where)}: {problem}")
@@ -51,36 +52,44 @@ class Row(NamedTuple):
     line: int | None  # of a JSONL file, from 1
     values: dict[str, Any]
 
+    @property
+    def where(self) -> str:
+        """File and row, as messages name them."""
+        return _place(self.file, self.index, self.line)
+
     def error(self, problem: str, column: str | None = None) -> DataError:
         """The problem with this row, as an error that says where it is."""
         return DataError(self.file, problem, row=self.index, line=self.line, column=column)
-
-
-class Sample(NamedTuple):
-    """What a row says, checked."""
-
-    messages: list[dict[str, str]] | str  # as written: a conversation, or plain text
-    data_source: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
 
 
 def find_files(files: str | Sequence[str]) -> list[Path]:
     """Paths of the files and globs, in the order given, a glob's sorted. Raises DataError."""
     found: list[Path] = []
     for pattern in [files] if isinstance(files, str) else files:
-        expanded = str(Path(pattern).expanduser())
-        if Path(expanded).is_file():
-            found.append(Path(expanded))
-            continue
-        matches = [Path(match) for match in sorted(glob.glob(expanded, recursive=True))]
-        if not matches or any(match.is_dir() for match in matches):
-            kind = "is a folder: name its files, or a glob" if matches else "no such file"
-            raise DataError(pattern, f"{kind} (from {Path.cwd()})")
-        found.extend(matches)
+        expanded = os.path.expanduser(pattern)
+        is_name = os.path.lexists(expanded)  # data[1].jsonl may be a name, and a glob
+        paths = [expanded] if is_name else sorted(glob.glob(expanded, recursive=True))
+        problem = None if paths else "no such file"
+        if not paths and glob.has_magic(expanded):
+            problem = "no file matches"
+        problem = problem or next(filter(None, map(_unreadable, paths)), None)
+        if problem is not None:
+            raise DataError(pattern, problem)
+        found.extend(map(Path, paths))
     if not found:
         raise DataError("data files", "none given")
     return found
+
+
+def _unreadable(path: str) -> str | None:
+    """Why what has this name is no file to read: a device could be read for ever."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:  # a link to nothing, or to itself
+        return f"{path} cannot be read: {error.strerror}"
+    if stat.S_ISDIR(mode):
+        return "is a folder: name its files, or a glob"
+    return None if stat.S_ISREG(mode) else f"{path} is no regular file"
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -105,113 +114,94 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
-                for values in batch.to_pylist():
+                for values in _values(batch, path, index):
                     yield Row(path, index, None, values)
                     index += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(path, f"cannot be read as parquet: {error}") from error
 
 
+def _values(batch: "pyarrow.RecordBatch", path: Path, index: int) -> list[dict[str, Any]]:
+    """The rows of a batch, whose first has this index in the file."""
+    try:
+        return batch.to_pylist()
+    except ValueError:  # text that is not UTF-8: in which row and column?
+        for row, name in itertools.product(range(len(batch)), batch.schema.names):
+            try:
+                batch.column(name)[row].as_py()
+            except ValueError as error:
+                problem = f"is not readable: {error}"
+                raise DataError(path, problem, row=index + row, column=name) from error
+        raise
+
+
 def _read_json_lines(path: Path) -> Iterator[Row]:
     index = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                values = json.loads(line)
-            except ValueError as error:  # bad JSON, or not UTF-8
-                problem = f"is not JSON: {error}"
-                raise DataError(path, problem, row=index, line=number) from error
-            if not isinstance(values, dict):
-                problem = f"must be a JSON object, one per line, not {_kind(values)}"
-                raise DataError(path, problem, row=index, line=number)
-            yield Row(path, index, number, values)
-            index += 1
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield Row(path, index, number, _parse_line(line, path, index, number))
+                    index += 1
+    except OSError as error:
+        raise DataError(path, f"cannot be read: {error.strerror}") from error
 
 
-def parse_row(row: Row, data: DataConfig, *, need_data_source: bool = True) -> Sample:
-    """Check one row and take it apart.
+def _parse_line(line: bytes, path: Path, index: int, number: int) -> dict[str, Any]:
+    """One line of JSON as a mapping of columns; text in it is valid Unicode."""
 
-    Required: the prompt column (text, or a list of {role, content}) and, unless a scorer of the
-    user does without (`need_data_source` false), the column that picks the scorer. Optional:
-    `reward_model` {ground_truth, ...}, or a column `ground_truth`; `extra_info`; every other
-    column is added to extra_info. Raises DataError.
-    """
-    values = dict(row.values)
-    messages = _parse_prompt(row, values.pop(data.prompt_key, None), data.prompt_key)
-    source = values.pop(data.reward_fn_key, None)
-    if source is None and need_data_source:
-        problem = (
-            "is missing: it picks the built-in scorer (data.reward_fn_key); reward.function.path "
-            "or a reward model does without"
+    def error(problem: str, column: str | None = None) -> DataError:
+        return DataError(path, problem, row=index, line=number, column=column)
+
+    try:
+        values = json.loads(line)
+    except RecursionError:
+        raise error("is nested too deeply") from None
+    except ValueError as problem:  # bad JSON, or not UTF-8
+        if index == 0 and line.lstrip()[:1] == b"[":
+            raise error(f"must be a JSON object, one per line, not {ARRAY}") from None
+        raise error(f"is not JSON: {problem}") from problem
+    if not isinstance(values, dict):
+        kind = ARRAY if isinstance(values, list) else kind_of(values)
+        raise error(f"must be a JSON object, one per line, not {kind}")
+    for column, value in values.items():
+        problem = _bad_text(column) or _bad_value(value)
+        if problem is not None:
+            raise error(problem, column.encode("utf-8", "backslashreplace").decode())
+    return values
+
+
+def _bad_value(value: Any, depth: int = 1) -> str | None:
+    """Why a value of JSON could not be passed on: to files, to the processes of the rewards."""
+    if isinstance(value, str):
+        return _bad_text(value)
+    if not isinstance(value, (dict, list)):
+        return None
+    if depth == MAX_DEPTH:
+        return f"is nested more than {MAX_DEPTH} deep"
+    inner = value
+    if isinstance(value, dict):
+        inner = itertools.chain(value, value.values())
+    return next(filter(None, (_bad_value(each, depth + 1) for each in inner)), None)
+
+
+def _bad_text(text: str) -> str | None:
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return (
+            f"has half a surrogate pair (\\u{ord(text[error.start]):04x}) at character "
+            f"{error.start}: no valid Unicode"
         )
-        raise row.error(f"{problem}; found {_columns(row)}", data.reward_fn_key)
-    if source is not None and not isinstance(source, str):
-        raise row.error(f"must be text, not {_kind(source)}", data.reward_fn_key)
-    reward_model = _optional_dict(row, values.pop("reward_model", None), "reward_model")
-    extra = _optional_dict(row, values.pop("extra_info", None), "extra_info")
-    fallback = values.pop("ground_truth", None)
-    truth = reward_model.get("ground_truth", fallback)
-    return Sample(messages, source or NO_SOURCE, truth, values | extra)
+    return None
 
 
-def _parse_prompt(row: Row, prompt: Any, key: str) -> list[dict[str, str]] | str:
-    if prompt is None:
-        problem = "is null" if key in row.values else "is missing (data.prompt_key)"
-        raise row.error(f"{problem}; found {_columns(row)}", key)
-    if isinstance(prompt, str):
-        if not prompt:
-            raise row.error("is an empty text", key)
-        return prompt
-    if not isinstance(prompt, list):
-        raise row.error(f"must be text or a list of {{role, content}}, not {_kind(prompt)}", key)
-    if not prompt:
-        raise row.error("is an empty list of messages", key)
-    return [_parse_message(row, message, key, i) for i, message in enumerate(prompt)]
-
-
-def _parse_message(row: Row, message: Any, key: str, index: int) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise row.error(f"message {index} must be {{role, content}}, not {_kind(message)}", key)
-    for name in ("role", "content"):
-        if not isinstance(message.get(name), str):
-            kind = _kind(message.get(name))
-            raise row.error(f"message {index} needs a text '{name}', not {kind}", key)
-    # a parquet struct has all keys in all rows: those that are null were not written
-    return {name: value for name, value in message.items() if value is not None}
-
-
-def _optional_dict(row: Row, value: Any, column: str) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise row.error(f"must be a mapping, not {_kind(value)}", column)
-    return value
-
-
-def _columns(row: Row) -> str:
-    return "columns " + ", ".join(row.values) if row.values else "no columns"
-
-
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """What a value is, for messages."""
     return "null" if value is None else type(value).__name__
 
 
-def check_data_files(
-    files: str | Sequence[str], data: DataConfig, *, need_data_source: bool = True
-) -> None:
-    """Raise DataError for a missing or empty file, a missing column or a bad type, in no time.
-
-    Looks at the first rows of each file; loading the dataset checks the rest. `tiny` is no file.
-    """
-    if is_tiny(files):
-        return
-    for path in find_files(files):
-        for row in islice(read_rows(path), QUICK_ROWS):
-            parse_row(row, data, need_data_source=need_data_source)
-
-
-def is_tiny(files: str | Sequence[str]) -> bool:
-    """Whether this is the built-in copy task instead of files."""
-    return files == "tiny" or list(files) == ["tiny"]
+def _place(file: str | Path, row: int, line: int | None) -> str:
+    return f"{file}, row {row}" + (f" (line {line})" if line is not None else "")

@@ -21,20 +21,34 @@ class RewardRequest(NamedTuple):
 class RewardResult(NamedTuple):
     """Score of one sample, or why there is none."""
 
-    score: float | None  # finite; None when it failed
+    score: float | None  # finite; None when it failed, or when no function applies to it
     failed: str | None = None  # "error" or "timeout"
     traceback: str = ""  # of a sample that failed
     extra: Mapping[str, float] = {}  # finite numbers that came with the score: metrics
+
+
+class Function(NamedTuple):
+    """One reward function, in a form that travels."""
+
+    path: str | None  # None = the built-in scorers
+    name: str
+    kwargs: dict[str, Any]
+    style: str  # verl or trl
+    weight: float = 1.0  # in the sum over functions
+    label: str = ""  # tells it from the other functions in metrics
 
 
 class FunctionSettings(Protocol):
     """Section `reward.function`."""
 
     @property
-    def path(self) -> str | None: ...
+    def path(self) -> list[str] | None: ...
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> list[str]: ...
+
+    @property
+    def weights(self) -> list[float] | None: ...
 
     @property
     def kwargs(self) -> dict[str, Any]: ...

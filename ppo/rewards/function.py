@@ -1,189 +1,202 @@
-"""How a reward function is found, called and read. Must not import torch, nor know processes.
+"""How reward functions are found, called and read. Must not import torch, nor know processes.
 
 verl's style: compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)
--> float | bool | {"score": ..., metrics}. trl's: f(prompts, completions, **columns) -> list. Both
-may be async.
+-> float | bool | {"score": ..., metrics}. trl's: f(prompts, completions, **columns) -> list, whose
+None means that the function does not apply. Both may be async.
 """
 
 import ast
 import inspect
 import math
 import numbers
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppo.plugin import PluginError, load_plugin, parse_plugin
-from ppo.rewards.contract import FunctionSettings, RewardError, RewardRequest
+from ppo.rewards.contract import Function, FunctionSettings, RewardError, RewardRequest
 from ppo.rewards.scorers import builtin
+from ppo.rewards.signature import accepted, check_signature, required_columns, signature_of
 
-VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
+class Loaded(NamedTuple):
+    """A function, imported."""
+
+    function: Function
+    call: Callable[..., Any]
+    columns: frozenset[str]  # of the data, that it cannot be called without
+
+
 class Scored(NamedTuple):
-    """What a function said about one sample."""
+    """What was said about one sample."""
 
-    score: float
-    extra: dict[str, float]
+    score: float | None  # None: no function applies to it
+    extra: Mapping[str, float] = {}
 
 
-def check_function(settings: FunctionSettings) -> None:
+def functions_of(settings: FunctionSettings) -> list[Function]:
+    """The functions of section `reward.function`; several files may share a name, and the reverse.
+
+    Raises RewardError when the lists do not fit together.
+    """
+    paths, names = [None] if settings.path is None else settings.path, settings.name
+    number = max(len(paths), len(names))
+    weights = [1.0] * number if settings.weights is None else settings.weights
+    if {len(paths), len(names)} - {1, number} or len(weights) != number or number == 0:
+        raise RewardError(
+            f"reward.function: {len(paths)} in path, {len(names)} in name and {len(weights)} in "
+            "weights do not fit together: write one path, or one name, or as many of each"
+        )
+    paths, names = (given * number if len(given) == 1 else given for given in (paths, names))
+    is_unique = len(set(names)) == number
+    return [
+        Function(
+            *(path, name, settings.kwargs, settings.style, weight),
+            label=name if is_unique else f"{Path(path or '').stem}.{name}",
+        )
+        for path, name, weight in zip(paths, names, weights, strict=True)
+    ]
+
+
+def check_function(function: Function) -> None:
     """Check file, name and signature without running the file, in no time. Raises RewardError.
 
     A function that is decorated or imported there is checked when the workers load it.
     """
-    if settings.path is None:
+    if function.path is None:
         return
     try:
-        node = parse_plugin(settings.path, settings.name)
+        node = parse_plugin(function.path, function.name)
     except PluginError as error:
         raise RewardError(f"reward.function: {error}") from error
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not node.decorator_list:
-        _check_signature(_signature_of(node), settings)
+        check_signature(signature_of(node), function)
 
 
-def load_function(settings: FunctionSettings) -> Callable[..., Any]:
+def load_function(function: Function) -> Loaded:
     """Import the function, or take the built-in one. Raises RewardError and what the file does."""
-    if settings.path is None:
-        function: Callable[..., Any] = builtin.compute_score
+    if function.path is None:
+        found: Callable[..., Any] = builtin.compute_score
     else:
         try:
-            function = load_plugin(settings.path, settings.name)
+            found = load_plugin(function.path, function.name)
         except PluginError as error:
             raise RewardError(f"reward.function: {error}") from error
-    if not callable(function):
-        raise RewardError(f"reward.function: {settings.name} of {settings.path} is no function")
+    if not callable(found):
+        raise RewardError(f"reward.function: {function.name} of {function.path} is no function")
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(found)
     except ValueError:  # some functions of C extensions have none: the probe will tell
-        return function
-    _check_signature(signature, settings)
-    return function
+        return Loaded(function, found, frozenset())
+    check_signature(signature, function)
+    return Loaded(function, found, required_columns(signature, function))
 
 
-def _check_signature(signature: inspect.Signature, settings: FunctionSettings) -> None:
-    if settings.style == "trl":
-        call = "(prompts=..., completions=..., **columns)"
-        given = _accepted(signature, {"prompts": [], "completions": []})
-        missing = "completions" not in given
-        problem = (
-            "takes no 'completions'" if missing else _binding_problem(signature, settings.kwargs)
-        )
-    else:
-        names = [*VERL_NAMES, *settings.kwargs]
-        call = f"({', '.join(f'{name}=...' for name in names)})"
-        problem = _binding_problem(signature, dict.fromkeys(names), whole=True)
-    if problem:
-        where = settings.path or "the built-in scorer"
-        written = str(signature).replace("Ellipsis", "...")
-        raise RewardError(
-            f"reward.function: {settings.name} of {where} has the wrong signature "
-            f"{settings.name}{written}: {problem}; it is called as {settings.name}{call}"
-        )
-
-
-def _binding_problem(
-    signature: inspect.Signature, arguments: Mapping[str, Any], *, whole: bool = False
-) -> str:
-    """Why the arguments do not fit; `whole`: nothing else may be needed. Empty when they fit."""
-    try:
-        (signature.bind if whole else signature.bind_partial)(**arguments)
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
-def _signature_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> inspect.Signature:
-    """The signature as it will be when the definition runs; defaults and annotations left out."""
-    kind, given = inspect.Parameter, node.args
-    positional = [*given.posonlyargs, *given.args]
-    first_default = len(positional) - len(given.defaults)
-    parameters = [
-        kind(
-            argument.arg,
-            kind.POSITIONAL_ONLY if i < len(given.posonlyargs) else kind.POSITIONAL_OR_KEYWORD,
-            default=... if i >= first_default else kind.empty,
-        )
-        for i, argument in enumerate(positional)
-    ]
-    if given.vararg:
-        parameters.append(kind(given.vararg.arg, kind.VAR_POSITIONAL))
-    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        value = kind.empty if default is None else ...
-        parameters.append(kind(argument.arg, kind.KEYWORD_ONLY, default=value))
-    if given.kwarg:
-        parameters.append(kind(given.kwarg.arg, kind.VAR_KEYWORD))
-    return inspect.Signature(parameters)
-
-
-def _accepted(signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that the function can be given by name."""
-    parameters = signature.parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(arguments)
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = {parameter.name for parameter in parameters if parameter.kind in named}
-    return {name: value for name, value in arguments.items() if name in names}
-
-
-def call(
-    function: Callable[..., Any], settings: FunctionSettings, request: RewardRequest
-) -> Any | Awaitable[Any]:
+def call(loaded: Loaded, request: RewardRequest) -> Any | Awaitable[Any]:
     """Call the function for one sample; what it returns may have to be awaited."""
-    if settings.style != "trl":
-        return function(
+    function = loaded.function
+    if function.style != "trl":
+        return loaded.call(
             data_source=request.data_source,
             solution_str=request.solution_str,
             ground_truth=request.ground_truth,
             extra_info=request.extra_info,
-            **settings.kwargs,
+            **function.kwargs,
         )
     completion: Any = request.solution_str
     if not isinstance(request.prompt, str):  # a conversation is answered with a conversation
         completion = [{"role": "assistant", "content": completion}]
     columns = {
+        **dict.fromkeys(loaded.columns),  # a row without a column that others have
         **request.extra_info,
         "data_source": request.data_source,
         "ground_truth": request.ground_truth,
+        "extra_info": request.extra_info,
+        "reward_model": {"ground_truth": request.ground_truth},
     }
     arguments = {name: [value] for name, value in columns.items()}
     arguments |= {"prompts": [request.prompt], "completions": [completion]}
-    signature = inspect.signature(function)
-    return function(**_accepted(signature, arguments), **settings.kwargs)
+    signature = inspect.signature(loaded.call)
+    return loaded.call(**accepted(signature, arguments) | function.kwargs)
 
 
-def read(value: Any, settings: FunctionSettings) -> Scored:
+def read(value: Any, function: Function) -> Scored:
     """Check what the function returned for one sample.
 
     Raises:
         RewardError: it has a wrong type.
         ValueError: the score is NaN or infinite, as float32.
     """
-    name, extra = settings.name, {}
-    if settings.style == "trl":
+    name, extra = function.name, {}
+    if function.style == "trl":
         if isinstance(value, (str, dict)) or not hasattr(value, "__len__") or len(value) != 1:
             raise RewardError(
                 f"{name} must return a list with one number per sample, not {value!r}"
             )
         value = value[0]
+        if value is None:
+            return Scored(None)
     elif isinstance(value, dict):
         if "score" not in value:
             keys = ", ".join(map(str, value)) or "nothing"
             raise RewardError(f'{name} returned a dict without "score"; it has {keys}')
-        extra = {str(key): number for key, number in value.items() if key != "score"}
+        extra = {key: entry for key, entry in value.items() if key != "score"}
         value = value["score"]
-    score = _number(value)
-    if score is None:
+    if not _is_number(value):
         kind = type(value).__name__
         raise RewardError(f'{name} must return a float, a bool or a dict with "score", not {kind}')
+    return Scored(_finite32(value, name), _metrics(extra))
+
+
+def combine(functions: Sequence[Function], scored: Sequence[Scored]) -> Scored:
+    """The weighted sum over the functions that apply, as TRL sums; of several, each as a metric.
+
+    Raises ValueError when the sum is infinite, as float32.
+    """
+    found = [(f, s, s.score) for f, s in zip(functions, scored, strict=True)]
+    terms = [function.weight * score for function, _, score in found if score is not None]
+    if not terms:
+        return Scored(None)
+    extra = dict(scored[0].extra)
+    if len(functions) > 1:
+        extra = {function.label: score for function, _, score in found if score is not None}
+        for function, one, _ in found:
+            extra |= {f"{function.label}/{key}": number for key, number in one.extra.items()}
+    return Scored(_finite32(sum(terms), "the sum of the functions"), extra)
+
+
+def _finite32(value: Any, what: str) -> float:
+    try:
+        score = float(_item(value))
+    except OverflowError:  # a whole number of hundreds of digits
+        score = math.inf
     if not abs(score) <= FLOAT32_MAX:
-        raise ValueError(f"{name} returned {score}, which is no finite float32")
-    found = {key: _number(entry) for key, entry in extra.items()}
-    return Scored(score, {k: v for k, v in found.items() if v is not None and math.isfinite(v)})
+        raise ValueError(f"{what} returned {score}, which is no finite float32")
+    return score
 
 
-def _number(value: Any) -> float | None:
-    """The value as a float: Python's numbers, bool, numpy's, and tensors of one element."""
+def _metrics(extra: Mapping[Any, Any]) -> dict[str, float]:
+    """The finite numbers among the entries that came with a score, which they must not cost."""
+    found: dict[str, float] = {}
+    for key, value in extra.items():
+        try:
+            number = float(_item(value)) if _is_number(value) else math.nan
+            name = str(key).encode("utf-8", "backslashreplace").decode()
+        except Exception:  # objects of the user, with conversions of their own
+            continue
+        if math.isfinite(number):
+            found[name] = number
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    """Python's numbers, bool, numpy's, and tensors of one element."""
+    return isinstance(_item(value), numbers.Real)
+
+
+def _item(value: Any) -> Any:
     if hasattr(value, "item") and math.prod(getattr(value, "shape", (0,))) == 1:
-        value = value.item()
-    return float(value) if isinstance(value, numbers.Real) else None
+        return value.item()
+    return value

@@ -37,10 +37,15 @@ class RewardJob:
         return len(self.requests) - self._missing
 
     @property
+    def finished(self) -> dict[int, RewardResult]:
+        """Samples that have a result so far."""
+        with self._state.changed:
+            return {i: result for i, result in enumerate(self._results) if result is not None}
+
+    @property
     def failures(self) -> list[RewardResult]:
         """Samples that have failed so far."""
-        with self._state.changed:
-            return [result for result in self._results if result is not None and result.failed]
+        return [result for result in self.finished.values() if result.failed]
 
     @property
     def results(self) -> list[RewardResult]:

@@ -22,10 +22,10 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from ppo.rewards.contract import RewardError, RewardRequest, RewardResult, RewardSettings
-from ppo.rewards.function import check_function
+from ppo.rewards.function import check_function, functions_of
 from ppo.rewards.job import PoolState, RewardJob
 from ppo.rewards.process import WorkerProcess
-from ppo.rewards.worker import Function, Task, late
+from ppo.rewards.worker import Task, late
 
 ASYNC_GROUP = 16
 """samples that one worker awaits together when the function is async"""
@@ -70,8 +70,9 @@ class RewardPool:
     """
 
     def __init__(self, reward: RewardSettings, *, log_path: Path | None = None) -> None:
-        given = reward.function
-        self._function = Function(given.path, given.name, dict(given.kwargs), given.style)
+        self.columns: frozenset[str] = frozenset()
+        """columns of the data that the functions cannot do without; known once entered"""
+        self._functions = functions_of(reward.function)
         self._num_workers = reward.num_workers
         self._timeout_s = reward.timeout_s
         self._log_path = log_path
@@ -84,7 +85,8 @@ class RewardPool:
         self._thread = threading.Thread(target=self._serve, name="reward-pool", daemon=True)
 
     def __enter__(self) -> Self:
-        check_function(self._function)
+        for function in self._functions:
+            check_function(function)
         with ExitStack() as on_error:
             self._thread.start()
             on_error.callback(self.close)
@@ -163,7 +165,7 @@ class RewardPool:
                 self._replace_late(log)
 
     def _start(self, log: IO[bytes] | None) -> _Slot:
-        worker = WorkerProcess(self._function, timeout_s=self._timeout_s, log=log)
+        worker = WorkerProcess(self._functions, timeout_s=self._timeout_s, log=log)
         return _Slot(worker, time.monotonic() + START_TIMEOUT_S)
 
     def _end(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -228,6 +230,7 @@ class RewardPool:
             elif message.get("ready"):
                 with self._state.changed:
                     slot.is_ready, slot.is_async = True, message["is_async"]
+                    self.columns = frozenset(message["columns"])
                     self._state.changed.notify_all()
             elif "broken" in message:
                 self._state.error = message["broken"]

@@ -15,7 +15,8 @@ from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import IO, Any
 
-from ppo.rewards.worker import Function, Task
+from ppo.rewards.contract import Function
+from ppo.rewards.worker import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 """folder of the package ppo: the worker may be started from anywhere"""
@@ -38,7 +39,9 @@ class WorkerProcess:
         log: where the function's prints go; None = this process's stderr.
     """
 
-    def __init__(self, function: Function, *, timeout_s: float, log: IO[bytes] | None) -> None:
+    def __init__(
+        self, functions: Sequence[Function], *, timeout_s: float, log: IO[bytes] | None
+    ) -> None:
         self.has_unread = False
         """it died before it read what was sent to it last"""
         self.channel, theirs = Pipe()
@@ -53,7 +56,7 @@ class WorkerProcess:
             start_new_session=True,
         )
         theirs.close()
-        self._send(pickle.dumps((function, timeout_s)))
+        self._send(pickle.dumps((list(functions), timeout_s)))
 
     @property
     def pid(self) -> int:

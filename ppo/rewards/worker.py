@@ -19,28 +19,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from ppo.rewards.contract import RewardError, RewardRequest
+from ppo.rewards.contract import Function, RewardError, RewardRequest
 from ppo.rewards.forks import begin_children_afresh, ended_in_children, ignore_signals
-from ppo.rewards.function import call, load_function, read
+from ppo.rewards.function import Loaded, Scored, call, combine, load_function, read
 
 MEMORY_LIMIT_GIB = 8
 """private memory of a worker; a function that needs more gets a MemoryError"""
 TRACEBACK_CHARS = 4000
 PARENT_WATCH_S = 1.0
-
-
-class Function(NamedTuple):
-    """Section `reward.function`, in a form that travels."""
-
-    path: str | None
-    name: str
-    kwargs: dict[str, Any]
-    style: str
 
 
 class Task(NamedTuple):
@@ -58,21 +49,22 @@ def main(fd: int, parent: int) -> None:
     os.set_inheritable(fd, False)  # by what the function executes
     channel = Connection(fd)
     begin_children_afresh(channel)
-    settings, timeout_s = pickle.loads(channel.recv_bytes())
+    given, timeout_s = pickle.loads(channel.recv_bytes())
     with ended_in_children():
-        function = _load(settings, channel)
-    if function is None:
+        functions = _load(given, channel)
+    if functions is None:
         return
-    is_async = inspect.iscoroutinefunction(function)
-    _send(channel, {"ready": True, "is_async": is_async})
+    is_async = any(inspect.iscoroutinefunction(loaded.call) for loaded in functions)
+    columns = sorted(frozenset[str]().union(*(loaded.columns for loaded in functions)))
+    _send(channel, {"ready": True, "is_async": is_async, "columns": columns})
     with asyncio.Runner() as runner, suppress(EOFError, ConnectionError):
         while True:
             tasks: list[Task] = pickle.loads(channel.recv_bytes())
             if is_async:
-                runner.run(_score_together(function, settings, tasks, timeout_s, channel))
+                runner.run(_score_together(functions, tasks, timeout_s, channel))
                 continue
             for task in tasks:
-                _send(channel, _score(function, settings, task, runner))
+                _send(channel, _score(functions, task, runner))
 
 
 def _die_with(parent: int) -> None:
@@ -100,27 +92,32 @@ def _limit_resources() -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _load(settings: Function, channel: Connection) -> Callable[..., Any] | None:
-    """The function; None when it cannot be had, which the parent is told."""
-    try:
-        return load_function(settings)
-    except RewardError as error:
-        _send(channel, {"broken": str(error)})
-    except (Exception, SystemExit) as error:  # the user's file: anything
-        where = f"reward.function: importing {settings.path} failed"
-        _send(channel, {"broken": f"{where}:\n{_format(error)}"})
-    return None
+def _load(given: Sequence[Function], channel: Connection) -> list[Loaded] | None:
+    """The functions; None when one cannot be had, which the parent is told."""
+    functions = []
+    for function in given:
+        try:
+            functions.append(load_function(function))
+        except RewardError as error:
+            _send(channel, {"broken": str(error)})
+            return None
+        except (Exception, SystemExit) as error:  # the user's file: anything
+            where = f"reward.function: importing {function.path} failed"
+            _send(channel, {"broken": f"{where}:\n{_format(error)}"})
+            return None
+    return functions
 
 
-def _score(
-    function: Callable[..., Any], settings: Function, task: Task, runner: asyncio.Runner
-) -> dict[str, Any]:
+def _score(functions: Sequence[Loaded], task: Task, runner: asyncio.Runner) -> dict[str, Any]:
     try:
-        with ended_in_children():
-            value = call(function, settings, task.request)
-            if inspect.isawaitable(value):
-                value = runner.run(_awaited(value))
-        return _success(task, value, settings)
+        scored = []
+        for loaded in functions:
+            with ended_in_children():
+                value = call(loaded, task.request)
+                if inspect.isawaitable(value):
+                    value = runner.run(_awaited(value))
+            scored.append(read(value, loaded.function))
+        return _success(task, functions, scored)
     except (Exception, SystemExit) as error:  # it costs this sample only
         return _failure(task, error)
 
@@ -130,21 +127,21 @@ async def _awaited(value: Any) -> Any:
 
 
 async def _score_together(
-    function: Callable[..., Any],
-    settings: Function,
-    tasks: list[Task],
-    timeout_s: float,
-    channel: Connection,
+    functions: Sequence[Loaded], tasks: Sequence[Task], timeout_s: float, channel: Connection
 ) -> None:
     """Score all at once, each under its own time limit."""
 
     async def score(task: Task) -> None:
-        limit = asyncio.timeout(timeout_s)
+        limit, scored = asyncio.timeout(timeout_s), []
         try:
-            with ended_in_children():
-                async with limit:
-                    value = await call(function, settings, task.request)
-            answer = _success(task, value, settings)
+            async with limit:
+                for loaded in functions:
+                    with ended_in_children():
+                        value = call(loaded, task.request)
+                        if inspect.isawaitable(value):
+                            value = await value
+                    scored.append(read(value, loaded.function))
+            answer = _success(task, functions, scored)
         except (Exception, SystemExit) as error:  # as in _score
             answer = _failure(task, error)
             if limit.expired():
@@ -159,9 +156,9 @@ def late(timeout_s: float) -> str:
     return f"no result after reward.timeout_s = {timeout_s:g} s"
 
 
-def _success(task: Task, value: Any, settings: Function) -> dict[str, Any]:
-    scored = read(value, settings)
-    return {"number": task.number, "score": scored.score, "extra": scored.extra}
+def _success(task: Task, functions: Sequence[Loaded], scored: Sequence[Scored]) -> dict[str, Any]:
+    total = combine([loaded.function for loaded in functions], scored)
+    return {"number": task.number, "score": total.score, "extra": dict(total.extra)}
 
 
 def _failure(task: Task, error: BaseException) -> dict[str, Any]:
@@ -174,15 +171,19 @@ def _failure(task: Task, error: BaseException) -> dict[str, Any]:
 
 
 def _format(error: BaseException) -> str:
-    """Traceback without the frames of this file; an error of the contract in one line."""
+    """Traceback without the frames of this file; an error of the contract in one line.
+
+    It goes to logs and files: what is no valid Unicode is written as \\udXXX.
+    """
     if isinstance(error, RewardError):
-        return str(error)
+        return str(error).encode("utf-8", "backslashreplace").decode()
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith(
         "ppo.rewards."
     ):
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))[-TRACEBACK_CHARS:]
+    text = "".join(traceback.format_exception(type(error), error, frames))[-TRACEBACK_CHARS:]
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _send(channel: Connection, message: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import comb
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +14,16 @@ import torch.distributed as dist
 
 from ppo.batch import RolloutBatch
 from ppo.files import new_file
-from ppo.rollout.scoring import Scorer
+from ppo.rollout.scoring import RewardsFailed, Scorer
 from ppo.tracking.tracker import Tracker
 
 TRAIN_SAMPLES = 4
 """training samples of each step that are kept as text"""
+NUMBERS = {
+    "score": pa.float64(),
+    **dict.fromkeys(("prompt_index", "sample", "response_length", "uid"), pa.int64()),
+}
+"""columns of a samples file that are no text"""
 
 
 def sample_rows(batch: RolloutBatch, scorer: Scorer) -> list[dict[str, Any]]:
@@ -27,17 +33,21 @@ def sample_rows(batch: RolloutBatch, scorer: Scorer) -> list[dict[str, Any]]:
             "prompt": prompt.messages,
             "response": text,
             "score": None if failed else score,
+            "components": components,
+            "failure": failure,
             "data_source": prompt.data_source,
             "ground_truth": prompt.ground_truth,
             "finish_reason": reason,
             "response_length": len(ids),
             "uid": prompt.uid,
         }
-        for prompt, text, score, failed, reason, ids in zip(
+        for prompt, text, score, components, failed, failure, reason, ids in zip(
             batch.prompts,
             scorer.texts(batch),
             batch.scores.tolist(),
+            batch.components,
             batch.failed.tolist(),
+            batch.failures,
             batch.finish_reasons,
             batch.response_ids,
             strict=True,
@@ -46,12 +56,26 @@ def sample_rows(batch: RolloutBatch, scorer: Scorer) -> list[dict[str, Any]]:
 
 
 def log_samples(tracker: Tracker, scorer: Scorer, batch: RolloutBatch, step: int) -> None:
-    """A few training samples as text; lengths and scores as histograms."""
+    """A few training samples as text; lengths and scores as histograms; a warning if all agree."""
     if dist.get_rank() == 0:
+        scorer.warn_of_equal_scores(batch)
         rows = sample_rows(batch, scorer)
         tracker.samples(step, rows[:TRAIN_SAMPLES], split="train", num_text=TRAIN_SAMPLES)
         tracker.histogram(step, "response_length", [float(len(r)) for r in batch.response_ids])
         tracker.histogram(step, "score", batch.scores[~batch.failed].tolist())
+
+
+@contextmanager
+def kept_on_failure(
+    tracker: Tracker, scorer: Scorer, batch: RolloutBatch, step: int
+) -> Iterator[None]:
+    """When too many rewards fail in the block, all samples of the step are kept: they show why."""
+    try:
+        yield
+    except RewardsFailed:
+        if dist.get_rank() == 0:
+            tracker.samples(step, sample_rows(batch, scorer), split="train", num_text=0)
+        raise
 
 
 def mean_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -130,24 +154,51 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 def write_samples(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as JSONL or parquet, as the name says, beside and renamed.
 
-    In parquet, what is neither a number nor text becomes JSON.
+    In parquet, all but NUMBERS is text, and what is not text is written as JSON: ground truths may
+    be of several types. Nothing that a row holds costs the file.
     """
-    if path.suffix == ".jsonl":
-        with new_file(path) as beside, beside.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-        return
-    plain = [
-        {
-            key: value
-            if value is None or isinstance(value, (str, int, float))
-            else json.dumps(value, ensure_ascii=False, default=str)
-            for key, value in row.items()
-        }
-        for row in rows
-    ]
     with new_file(path) as beside:
-        pq.write_table(pa.Table.from_pylist(plain), beside)
+        if path.suffix == ".jsonl":
+            with beside.open("w", encoding="utf-8") as file:
+                for row in rows:
+                    known = {name: _known_to_json(value) for name, value in row.items()}
+                    file.write(_json(known) + "\n")
+            return
+        names = dict.fromkeys(name for row in rows for name in row)
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        table = {
+            name: pa.array(values, NUMBERS[name])
+            if name in NUMBERS
+            else pa.array(map(_text, values), pa.string())
+            for name, values in columns.items()
+        }
+        pq.write_table(pa.table(table), beside)
+
+
+def _text(value: Any) -> str | None:
+    if value is None:
+        return None
+    return _valid(value) if isinstance(value, str) else _json(value)
+
+
+def _json(value: Any) -> str:
+    """JSON of anything: what JSON does not know is text, half a surrogate pair is escaped."""
+    return _valid(json.dumps(_known_to_json(value), ensure_ascii=False, default=str))
+
+
+def _known_to_json(value: Any) -> Any:
+    try:
+        json.dumps(value, default=str)
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, circles
+        try:
+            return repr(value)
+        except ValueError:  # whole numbers of thousands of digits
+            return f"a {type(value).__name__}"
+    return value
+
+
+def _valid(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ or training. Every method is called by every rank and leaves the same batch on e
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,11 +14,18 @@ from torch import Tensor
 
 from ppo.batch import RolloutBatch
 from ppo.config import Config
-from ppo.data.dataset import Prompt
 from ppo.data.prompts import PromptSets
 from ppo.metrics import Metrics
-from ppo.rewards.contract import RewardError, RewardRequest, RewardResult
+from ppo.rewards.contract import RewardError, RewardResult
 from ppo.rewards.pool import RewardPool
+from ppo.rewards.scorers import builtin
+from ppo.rollout.reward_data import (
+    check_columns,
+    check_truths,
+    describe,
+    reward_request,
+    warn_of_null_truths,
+)
 from ppo.rollout.reward_model import RewardModel, build_reward_model, conversation_ids
 from ppo.run.run import Run
 from sharding.agree import gather
@@ -29,7 +36,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+NOT_APPLICABLE = RewardResult(
+    None, "error", "no reward function applies to the sample: all returned None"
+)
+NOT_SCORED = RewardResult(None, "not scored", "the rewards were given up before")
+
+
+class RewardsFailed(RuntimeError):
+    """Too many samples of a batch have no score; the batch says which, and why. On every rank."""
+
+
+@dataclass(kw_only=True)
 class Scorer:
     """One reward pool per node, one reward model over all ranks."""
 
@@ -40,127 +57,184 @@ class Scorer:
     """on local rank 0 of each node, None elsewhere"""
     reward_model: RewardModel | None
     """None where functions score alone"""
+    has_shown_failure: bool = False
+    """a sample whose reward failed is shown whole once, later ones in a line"""
+    had_equal_scores: bool = False
+    """in the last step; said when it begins"""
 
     def texts(self, batch: RolloutBatch) -> list[str]:
-        """The responses as text, special tokens left out; B entries."""
-        return self.tokenizer.batch_decode(batch.response_ids, skip_special_tokens=True)
+        """The responses as text, special tokens left out; B entries, valid Unicode."""
+        texts = self.tokenizer.batch_decode(batch.response_ids, skip_special_tokens=True)
+        return [text.encode("utf-8", "replace").decode() for text in texts]
 
     def score(self, batch: RolloutBatch, metrics: Metrics) -> None:
-        """Fill batch.scores: the weighted sum of function and reward model.
+        """Fill batch.scores, the weighted sum of function and reward model, and what it is made of.
 
-        A sample whose reward failed or is not finite is masked out and counted. Raises RuntimeError
-        on all ranks when more than reward.max_failed_fraction of the samples failed.
+        A sample whose reward failed or is not finite is masked out and counted. Raises
+        RewardsFailed when more than reward.max_failed_fraction of the samples failed; the batch
+        then holds what is known.
         """
-        texts, failures = self.texts(batch), []
+        texts, failures, given_up = self.texts(batch), dict[int, RewardResult](), None
         if self.config.reward.uses_function:
-            failures += self._add_function_scores(batch, texts, metrics)
-        if self.reward_model is not None:
+            results, given_up = self._function_results(batch, texts)
+            failures |= self._add_function_scores(batch, results, metrics)
+        if self.reward_model is not None and given_up is None:
             with metrics.timed("reward_model"):
                 scores = self.reward_model.score(batch.prompts, texts, self.run)
-            failures += self._add_model_scores(batch, scores, metrics)
-        if batch.greedy is not None:
+            failures |= self._add_model_scores(batch, scores, metrics)
+        if batch.greedy is not None and given_up is None:
             self.score(batch.greedy, Metrics())
-            failures += self._compare_with_greedy(batch, batch.greedy, metrics)
+            failures |= self._compare_with_greedy(batch, batch.greedy, metrics)
         batch.scores[batch.failed] = 0.0
         batch.response_mask &= ~batch.failed[:, None]
-        metrics.set("reward/failed", sum(r.failed != "timeout" for r in failures))
-        metrics.set("reward/timeout", sum(r.failed == "timeout" for r in failures))
-        self._report(failures, len(texts))
+        for index, result in failures.items():
+            batch.failures[index] = _said(result)
+        metrics.set("reward/failed", sum(r.failed == "error" for r in failures.values()))
+        metrics.set("reward/timeout", sum(r.failed == "timeout" for r in failures.values()))
+        self._report(batch, texts, failures, given_up)
+
+    def warn_of_equal_scores(self, batch: RolloutBatch) -> None:
+        """Say when all scores of a step are the same, if those of the step before were not."""
+        scored = (~batch.failed).nonzero()[:, 0].tolist()
+        scores = batch.scores[scored]
+        are_equal = len(scored) > 1 and bool((scores == scores[0]).all())
+        if are_equal and not self.had_equal_scores:
+            prompt, text = batch.prompts[scored[0]], self.texts(batch)[scored[0]]
+            advice = builtin.advice(prompt.data_source) if self.config.reward.uses_builtin else ""
+            logger.warning(
+                "all scores of the step are %g: nothing can be learned from them%s; a sample:\n%s",
+                *(scores[0].item(), advice, describe(prompt, text, None)),
+            )
+        self.had_equal_scores = are_equal
+
+    def leave_unscored(self, batch: RolloutBatch) -> None:
+        """Mark all samples of a batch that will not be scored any more."""
+        batch.failed[:] = True
+        batch.failures = [_said(NOT_SCORED)] * len(batch)
 
     def _add_function_scores(
-        self, batch: RolloutBatch, texts: Sequence[str], metrics: Metrics
-    ) -> list[RewardResult]:
-        """Add the function's scores to the batch, and return those that failed."""
+        self, batch: RolloutBatch, results: Sequence[RewardResult], metrics: Metrics
+    ) -> dict[int, RewardResult]:
+        """Add the function's scores to the batch, and return those that failed, by sample."""
         weight = self.config.reward.weights.function
         weight = 1.0 if weight is None else weight
-        results = self._function_results(batch, texts)
+        failures = {}
         for index, result in enumerate(results):
-            if result.score is None:
+            if result.score is not None:
+                batch.scores[index] += weight * result.score
+                batch.components[index]["function"] = result.score
+                if self.reward_model is not None:
+                    metrics.add("reward/function_score", result.score, 1)
+            elif result.failed or self.reward_model is None:
+                failures[index] = result if result.failed else NOT_APPLICABLE
                 batch.failed[index] = True
-                continue
-            batch.scores[index] += weight * result.score
-            if self.reward_model is not None:
-                metrics.add("reward/function_score", result.score, 1)
             for name, value in result.extra.items():
-                metrics.add(f"reward/{name}", value, 1)
-        return [r for r in results if r.failed]
+                batch.components[index][f"extra/{name}"] = value
+                metrics.add(f"reward/extra/{name}", value, 1)
+        return failures
 
     def _add_model_scores(
         self, batch: RolloutBatch, scores: Tensor, metrics: Metrics
-    ) -> list[RewardResult]:
-        """Add the reward model's scores [B] to the batch, and return those that are not finite."""
+    ) -> dict[int, RewardResult]:
+        """Add the reward model's scores [B], and return those that are not finite, by sample."""
         finite = scores.isfinite()
         batch.scores += self.config.reward.weights.model * scores
         metrics.add("reward/model_score", scores[finite].sum().item(), int(finite.sum()))
-        bad = ~finite & ~batch.failed
+        failures = {}
+        for index, score in enumerate(scores.tolist()):
+            batch.components[index]["model"] = score
+            if not finite[index] and not batch.failed[index]:
+                text = f"the reward model's score is {score}"
+                failures[index] = RewardResult(None, "error", text)
         batch.failed |= ~finite
-        return [
-            RewardResult(None, "error", f"the reward model's score is {score}")
-            for score in scores[bad].tolist()
-        ]
+        return failures
 
     def _compare_with_greedy(
         self, batch: RolloutBatch, greedy: RolloutBatch, metrics: Metrics
-    ) -> list[RewardResult]:
+    ) -> dict[int, RewardResult]:
         """A sample whose greedy sibling has no score has nothing to be compared with: it fails."""
         scored = ~greedy.failed
         metrics.add("reward/greedy_score", greedy.scores[scored].sum().item(), int(scored.sum()))
         alone = greedy.failed[batch.group_ids] & ~batch.failed
         batch.failed |= alone
         message = "the reward of the greedy response to the same prompt failed"
-        return [RewardResult(None, "error", message)] * int(alone.sum())
+        result = RewardResult(None, "error", message)
+        return dict.fromkeys(alone.nonzero()[:, 0].tolist(), result)
 
-    def _function_results(self, batch: RolloutBatch, texts: Sequence[str]) -> list[RewardResult]:
-        """Results of all samples, in order, on every rank; every node scores its share."""
+    def _function_results(
+        self, batch: RolloutBatch, texts: Sequence[str]
+    ) -> tuple[list[RewardResult], str | None]:
+        """Results of all samples, in order, on every rank; every node scores its share.
+
+        Also why scoring was given up before all had one; the same on every rank.
+        """
         mesh = self.run.mesh
         share = range(mesh.node_rank, len(texts), mesh.dims.nodes) if self.pool else range(0)
         mine: dict[int, RewardResult] = {}
+        problem: str | None = None
 
         def work() -> Iterator[None]:
+            nonlocal problem
             if self.pool is None:
                 return
             job = self.pool.submit([reward_request(batch.prompts[i], texts[i]) for i in share])
-            while not job.poll(0.5):
-                self._limit(job.failures, len(texts))  # not only when every sample has hung
-                yield
-            mine.update(zip(share, job.results, strict=True))
+            try:
+                while not job.poll(0.5):
+                    if problem := self._too_many(len(job.failures), len(texts)):
+                        break  # not only when every sample has hung
+                    yield
+            except RewardError as error:
+                problem = str(error)
+            mine.update((share[index], result) for index, result in job.finished.items())
 
         self.run.drive(work(), label="score")
-        parts = gather(mine, mesh.host_group)
-        merged = {index: result for part in parts for index, result in part.items()}
-        return [merged[index] for index in range(len(texts))]
+        parts = gather((mine, problem), mesh.host_group)
+        merged = {index: result for part, _ in parts for index, result in part.items()}
+        results = [merged.get(index, NOT_SCORED) for index in range(len(texts))]
+        return results, next((problem for _, problem in parts if problem is not None), None)
 
-    def _report(self, failures: list[RewardResult], total: int) -> None:
-        if not failures:
+    def _too_many(self, failures: int, total: int) -> str | None:
+        """What is said when more samples failed than may."""
+        limit = self.config.reward.max_failed_fraction
+        if failures <= limit * total:
+            return None
+        return (
+            f"the reward failed for {failures} of {total} samples, more than "
+            f"reward.max_failed_fraction = {limit}"
+        )
+
+    def _report(
+        self,
+        batch: RolloutBatch,
+        texts: Sequence[str],
+        failures: Mapping[int, RewardResult],
+        given_up: str | None,
+    ) -> None:
+        failed = [index for index, result in failures.items() if result is not NOT_SCORED]
+        end = given_up or self._too_many(len(failed), len(texts))
+        if end is None and not failed:
             return
+        shown = ""
+        if failed and not self.has_shown_failure:
+            first = failed[0]
+            sample = describe(batch.prompts[first], texts[first], batch.failures[first])
+            shown = f"; the first:\n{sample}"
+            self.has_shown_failure = True
+        elif failed:
+            shown = f"; the first: {(batch.failures[failed[0]] or '').splitlines()[-1]}"
+        if end is not None:
+            raise RewardsFailed(end + shown)
         logger.warning(
-            "the reward of %d of %d samples failed and they are masked out; the first (%s): %s",
-            len(failures),
-            total,
-            failures[0].failed,
-            failures[0].traceback.strip(),
+            "the reward of %d of %d samples failed and they are masked out%s",
+            len(failed),
+            len(texts),
+            shown,
             extra={"every_rank": True},
         )
-        self._limit(failures, total)
-
-    def _limit(self, failures: list[RewardResult], total: int) -> None:
-        limit = self.config.reward.max_failed_fraction
-        if len(failures) > limit * total:
-            raise RuntimeError(
-                f"the reward failed for {len(failures)} of {total} samples, more than "
-                f"reward.max_failed_fraction = {limit}; the first: {failures[0].traceback.strip()}"
-            )
 
 
-def reward_request(prompt: Prompt, text: str = "") -> RewardRequest:
-    """A response to a prompt as the reward function gets it."""
-    return RewardRequest(
-        data_source=prompt.data_source,
-        solution_str=text,
-        ground_truth=prompt.ground_truth,
-        extra_info=prompt.extra_info,
-        prompt=prompt.messages,
-    )
+def _said(result: RewardResult) -> str:
+    return f"{result.failed}: {result.traceback.strip()}"
 
 
 @contextmanager
@@ -176,6 +250,11 @@ def open_rewards(config: Config, run: Run, prompts: PromptSets) -> Iterator[Rewa
             try:
                 pool = RewardPool(config.reward, log_path=run.dir / "logs" / "rewards.log")
                 owned.enter_context(pool)
+                check_columns(pool.columns, prompts)
+                if config.reward.uses_builtin:
+                    check_truths(prompts, config.reward.function.kwargs)
+                else:
+                    warn_of_null_truths(prompts)
                 for warning in pool.probe(map(reward_request, prompts.all())):
                     logger.warning("%s", warning)
             except RewardError as problem:

@@ -3,15 +3,17 @@
 Owns what validation in training and rollout.py have in common. Must not know where rows go.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch.distributed as dist
 
 from ppo.data.dataset import Prompt
 from ppo.metrics import Metrics
 from ppo.models.learner import Model
 from ppo.rollout.collector import Collector
 from ppo.rollout.samples import mean_scores, sample_rows
-from ppo.rollout.scoring import Scorer
+from ppo.rollout.scoring import RewardsFailed, Scorer
 from ppo.tracking.tracker import Tracker
 
 
@@ -27,16 +29,31 @@ def validate(
 ) -> None:
     """Generate from held-out prompts, score, and set val-core/SOURCE/reward/mean@N."""
     config = collector.config
-    rows = sample_and_score(collector, scorer, prompts, actor, step=step)
+    num_text = config.trainer.log_val_generations
+
+    def keep(rows: Sequence[Mapping[str, Any]]) -> None:
+        tracker.samples(step, rows, split="val", num_text=num_text)
+
+    rows = sample_and_score(collector, scorer, prompts, actor, step=step, keep=keep)
     for source, score in mean_scores(rows).items():
         metrics.set(f"val-core/{source}/reward/mean@{config.rollout.val_kwargs.n}", score)
-    tracker.samples(step, rows, split="val", num_text=config.trainer.log_val_generations)
 
 
 def sample_and_score(
-    collector: Collector, scorer: Scorer, prompts: Sequence[Prompt], actor: Model, *, step: int
+    collector: Collector,
+    scorer: Scorer,
+    prompts: Sequence[Prompt],
+    actor: Model,
+    *,
+    step: int,
+    keep: Callable[[Sequence[Mapping[str, Any]]], None],
 ) -> list[dict[str, Any]]:
-    """One row per sample, prompt-major, sampled as rollout.val_kwargs says. Collective."""
+    """One row per sample, prompt-major, sampled as rollout.val_kwargs says. Collective.
+
+    Args:
+        keep: given all rows on rank 0, also when the rewards of too many have failed, which raises
+            RewardsFailed afterwards.
+    """
     config, ignored = collector.config, Metrics()  # its times and rewards are not the step's
     n, size = config.rollout.val_kwargs.n, config.data.val_batch_size or len(prompts)
     params = collector.validation_params(step)
@@ -45,10 +62,19 @@ def sample_and_score(
             collector.sample(prompts[start : start + size], params, n)
             for start in range(0, len(prompts), size)
         ]
-    rows = []
+    failure = None
     for batch in batches:
-        scorer.score(batch, ignored)
-        for row in sample_rows(batch, scorer):
-            index = len(rows)
-            rows.append({"prompt_index": index // n, "sample": index % n} | row)
+        if failure is not None:
+            scorer.leave_unscored(batch)
+            continue
+        try:
+            scorer.score(batch, ignored)
+        except RewardsFailed as error:
+            failure = error
+    samples = [row for batch in batches for row in sample_rows(batch, scorer)]
+    rows = [{"prompt_index": i // n, "sample": i % n} | row for i, row in enumerate(samples)]
+    if dist.get_rank() == 0:
+        keep(rows)
+    if failure is not None:
+        raise failure
     return rows

@@ -15,12 +15,14 @@ from ppo.config.sections.model import FsdpConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunctionConfig(Section):
-    """A scorer of the user."""
+    """One scorer of the user, or several whose scores are summed."""
 
-    path: FilePath | None = None
-    """Python file; null = built-in scorers, picked by data_source"""
-    name: str = "compute_score"
-    """name of the function in that file"""
+    path: list[FilePath] | None = None
+    """Python file, or several; null = built-in scorers, picked by data_source"""
+    name: list[str] = field(default_factory=lambda: ["compute_score"])
+    """name of the function in that file, or several: one for each file, or all in one file"""
+    weights: list[Weight] | None = None
+    """of each function in the sum; null = all 1"""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """extra keyword arguments of every call"""
     style: Literal["verl", "trl"] = "verl"
@@ -61,7 +63,7 @@ class RewardConfig(Section):
     """Scoring of responses."""
 
     function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
-    """scorer of your own"""
+    """scorer of your own, or several whose scores are summed"""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """a sequence classifier with one label, whose logit for the whole conversation is the score"""
     weights: RewardWeightsConfig = field(default_factory=RewardWeightsConfig)

@@ -5,8 +5,8 @@
     python -m ppo.data.prepare gsm8k --out data/gsm8k --input train.jsonl --test_input test.jsonl
     python -m ppo.data.prepare jsonl --out data/mine --input mine.jsonl --prompt_key question
 
-Owns command line, reading and writing; what rows look like is sources.py's and gym_rows.py's.
-Files are written beside and renamed; the same command gives the same files.
+Owns command line and reading; what rows look like is sources.py's and gym_rows.py's, writing is
+writing.py's. The same command gives the same files.
 """
 
 import argparse
@@ -19,17 +19,15 @@ from typing import Any
 
 from ppo.data.prepare.gym_rows import INSTRUCTIONS, TaskError, gym_rows
 from ppo.data.prepare.sources import (
+    METHODS,
     PreparedRow,
-    RecordError,
     gsm8k_rows,
     jsonl_rows,
     math_rows,
     preference_rows,
 )
-from ppo.data.rows import DataError, read_rows
-from ppo.files import new_file
-
-logger = logging.getLogger(__name__)
+from ppo.data.prepare.writing import Part, WriteError, write_parts
+from ppo.data.rows import DataError, Row, find_files, read_rows
 
 HUB_SETS = {
     "gsm8k": ("openai/gsm8k", "main"),
@@ -54,21 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         train, test = options.make(options)
-        for name, rows in (("train", train), ("test", test)):
-            if rows:
-                write_rows(options.out / f"{name}.parquet", rows)
-    except (PrepareError, DataError, RecordError, TaskError) as error:
+        write_parts(options.out, {"train": train, "test": test})
+    except (PrepareError, DataError, TaskError, WriteError) as error:
         parser.exit(1, f"{error}\n")
-
-
-def write_rows(path: Path, rows: Sequence[PreparedRow]) -> None:
-    """Write rows as parquet, beside and renamed."""
-    import pyarrow
-    import pyarrow.parquet
-
-    with new_file(path) as beside:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), beside)
-    logger.info("wrote %s: %d rows", path, len(rows))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,9 +72,17 @@ def _parser() -> argparse.ArgumentParser:
     command = _command(commands, "jsonl", "any questions of your own")
     _add_inputs(command, required=True)
     command.add_argument("--prompt_key", default="prompt", help="text, or a list of messages")
-    command.add_argument("--answer_key", default="answer", help="becomes the ground truth")
-    command.add_argument("--data_source", default="exact_match", help="picks the scorer")
-    _add_texts(command, instruction="")
+    command.add_argument(
+        "--answer_key", default="answer", help="becomes the ground truth; '' = there are no answers"
+    )
+    scored = "; ".join(f"{name}: {method.scored}" for name, method in METHODS.items())
+    command.add_argument(
+        "--method", choices=[*METHODS], default="exact", help=f"how answers are scored: {scored}"
+    )
+    command.add_argument(
+        "--data_source", help="picks another scorer, or is one for your own; without --method"
+    )
+    _add_texts(command, instruction=None)
     command.set_defaults(make=_make_jsonl)
     _add_gym(_command(commands, "reasoning_gym", "generated tasks, no download"))
     return parser
@@ -103,15 +97,28 @@ def _command(commands: Any, name: str, help_text: str) -> argparse.ArgumentParse
 
 
 def _add_inputs(command: argparse.ArgumentParser, *, required: bool) -> None:
-    command.add_argument("--input", type=Path, nargs="+", required=required, help="JSONL, parquet")
-    command.add_argument("--test_input", type=Path, nargs="+", help="JSONL or parquet")
+    command.add_argument("--input", nargs="+", required=required, help="JSONL, parquet, or globs")
+    command.add_argument("--test_input", nargs="+", help="JSONL, parquet, or globs")
     command.add_argument(
-        "--test_size", type=int, default=0, help="without --test_input: last records of --input"
+        "--test_size",
+        type=_test_size,
+        default=0,
+        help="without --test_input: last records of --input, a number or a share such as 0.1",
     )
 
 
+def _test_size(text: str) -> int | float:
+    """A number of records, or a share of them, between 0 and 1."""
+    size = float(text) if "." in text else int(text)
+    if size < 0 or (isinstance(size, float) and not 0 < size < 1):
+        raise ValueError(text)  # argparse says which option
+    return size
+
+
 def _add_texts(command: argparse.ArgumentParser, *, instruction: str | None) -> None:
-    command.add_argument("--instruction", default=instruction, help="behind each question")
+    command.add_argument(
+        "--instruction", default=instruction, help="behind each question; the method's if not given"
+    )
     command.add_argument("--system", default="", help="system message")
 
 
@@ -128,8 +135,8 @@ def _add_gym(command: argparse.ArgumentParser) -> None:
     command.set_defaults(make=_make_gym)
 
 
-def _make_gym(options: argparse.Namespace) -> tuple[list[PreparedRow], list[PreparedRow]]:
-    return gym_rows(
+def _make_gym(options: argparse.Namespace) -> list[Part]:
+    train, test = gym_rows(
         options.task,
         train_size=options.train_size,
         test_size=options.test_size,
@@ -139,6 +146,7 @@ def _make_gym(options: argparse.Namespace) -> tuple[list[PreparedRow], list[Prep
         instruction=options.instruction,
         system=options.system,
     )
+    return [Part(train), Part(test)]
 
 
 def _parse_option(text: str) -> tuple[str, Any]:
@@ -152,48 +160,58 @@ def _parse_option(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _make_known(options: argparse.Namespace) -> tuple[list[PreparedRow], list[PreparedRow]]:
-    maker = MAKERS[options.name]
+def _make_known(options: argparse.Namespace) -> list[Part]:
     if options.input is None:
         hub, config = HUB_SETS[options.name]
-        train, test = (_from_hub(hub, config, split) for split in ("train", "test"))
+        records = [_from_hub(hub, config, split) for split in ("train", "test")]
     else:
-        train, test = _from_files(options)
-    return list(maker(train, "train")), list(maker(test, "test"))
+        records = _from_files(options)
+    return _parts(MAKERS[options.name], records)
 
 
-def _make_jsonl(options: argparse.Namespace) -> tuple[list[PreparedRow], list[PreparedRow]]:
+def _make_jsonl(options: argparse.Namespace) -> list[Part]:
+    source, method, instruction = options.data_source, None, ""
+    if source is None:
+        source, method, instruction, _ = METHODS[options.method]
+    if options.instruction is not None:
+        instruction = options.instruction
     maker = partial(
         jsonl_rows,
         prompt_key=options.prompt_key,
         answer_key=options.answer_key,
-        data_source=options.data_source,
-        instruction=options.instruction,
+        data_source=source,
+        method=method if options.answer_key else None,
+        instruction=instruction,
         system=options.system,
     )
-    train, test = _from_files(options)
-    return list(maker(train, "train")), list(maker(test, "test"))
+    return _parts(maker, _from_files(options))
 
 
-def _from_files(options: argparse.Namespace) -> tuple[list[dict], list[dict]]:
+def _parts(
+    maker: Callable[..., Iterable[PreparedRow]], records: Sequence[Sequence[Row]]
+) -> list[Part]:
+    train, test = records
+    return [Part(list(maker(train, "train")), train), Part(list(maker(test, "test")), test)]
+
+
+def _from_files(options: argparse.Namespace) -> list[list[Row]]:
     """Records of the local files, training and test."""
 
-    def read(paths: Sequence[Path]) -> list[dict]:
-        for path in paths:
-            if not path.is_file():
-                raise DataError(path, "no such file")
-        return [row.values for path in paths for row in read_rows(path)]
+    def read(files: Sequence[str]) -> list[Row]:
+        return [row for path in find_files(files) for row in read_rows(path)]
 
     train = read(options.input)
     if options.test_input:
-        return train, read(options.test_input)
-    if options.test_size >= len(train):
+        return [train, read(options.test_input)]
+    size = options.test_size
+    size = max(1, round(size * len(train))) if isinstance(size, float) else size
+    if size >= len(train):
         raise PrepareError(f"--test_size {options.test_size} leaves none of {len(train)} records")
-    cut = len(train) - options.test_size
-    return train[:cut], train[cut:]
+    cut = len(train) - size
+    return [train[:cut], train[cut:]]
 
 
-def _from_hub(name: str, config: str | None, split: str) -> list[dict]:
+def _from_hub(name: str, config: str | None, split: str) -> list[Row]:
     """Records of a data set of the hub, through `datasets`. Raises PrepareError."""
     hint = "without network give local files: --input TRAIN.jsonl --test_input TEST.jsonl"
     try:
@@ -203,7 +221,9 @@ def _from_hub(name: str, config: str | None, split: str) -> list[dict]:
             f"{name} needs the package datasets: pip install datasets; {hint}"
         ) from (error)
     try:
-        return [dict(record) for record in datasets.load_dataset(name, config, split=split)]
+        records = datasets.load_dataset(name, config, split=split)
+        place = Path(f"{name} {split}")
+        return [Row(place, index, None, dict(record)) for index, record in enumerate(records)]
     except (OSError, ValueError) as error:
         raise PrepareError(f"{name} could not be loaded: {error}; {hint}") from error
 

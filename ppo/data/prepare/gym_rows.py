@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ppo.data.prepare.sources import PreparedRow, ask, make_row
+from ppo.rewards.contract import RewardError
+from ppo.rewards.scorers import builtin
 
 INSTRUCTIONS = {
     "own": "Give the final answer between <answer> and </answer>.",
@@ -50,6 +52,7 @@ def gym_rows(
     asked = INSTRUCTIONS[method] if instruction is None else instruction
 
     def row(entry: dict[str, Any], split: str, index: int) -> PreparedRow:
+        source, truth = f"reasoning_gym/{task}", entry["answer"]
         extra = {
             "split": split,
             "index": index,
@@ -57,11 +60,15 @@ def gym_rows(
             "metadata": json.dumps(entry["metadata"], default=str),
             "method": method,
         }
+        try:
+            builtin.check(source, truth, extra)
+        except RewardError as error:
+            raise TaskError(f"{task} cannot be scored by --method {method}: {error}") from error
         return make_row(
             ask(f"{entry['question']}\n{asked}" if asked else entry["question"], system=system),
-            data_source=f"reasoning_gym/{task}",
+            data_source=source,
             ability="reasoning",
-            ground_truth=entry["answer"],
+            ground_truth=None if truth is None else str(truth),
             extra_info=extra,
         )
 

@@ -1,12 +1,16 @@
 """Rows in verl's format from what data sets hold: GSM8K, MATH, preference pairs, any JSONL.
 
-Pure: records in, rows out. Reading and writing are prepare.py's.
+Pure: records in, rows out. Reading and writing are __main__.py's and writing.py's.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from ppo.data.rows import Row, kind_of
+from ppo.rewards.contract import RewardError
+from ppo.rewards.scorers import builtin
 from ppo.rewards.scorers.math_answers import last_boxed
 
 PreparedRow = dict[str, Any]
@@ -16,8 +20,29 @@ GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 
 
-class RecordError(ValueError):
-    """A record does not hold what its kind should."""
+class Method(NamedTuple):
+    """How answers of `jsonl` are scored, and what each question asks for so that they can be."""
+
+    data_source: str
+    name: str | None  # of the method of that scorer, which rows carry
+    instruction: str
+    scored: str  # for the help
+
+
+METHODS = {
+    "exact": Method(
+        *("exact_match", "exact", "Reply with only the final answer."),
+        scored="the whole response is the answer",
+    ),
+    "last_number": Method(
+        *("exact_match", "last_number", "Reply with the final answer as the last number."),
+        scored="the last number of the response is the answer",
+    ),
+    "hashes": Method(
+        "gsm8k", "strict", GSM8K_INSTRUCTION, scored="the number behind #### is the answer"
+    ),
+    "boxed": Method("math", None, MATH_INSTRUCTION, scored="the last \\boxed{} equals the answer"),
+}
 
 
 def make_row(
@@ -25,11 +50,11 @@ def make_row(
     *,
     data_source: str,
     ability: str,
-    ground_truth: Any,
+    ground_truth: str | None,
     extra_info: Mapping[str, Any],
     style: str = "rule",
 ) -> PreparedRow:
-    """One row as verl writes it."""
+    """One row as verl writes it: the ground truth is text."""
     return {
         "data_source": data_source,
         "prompt": list(messages),
@@ -46,19 +71,13 @@ def ask(question: str, *, instruction: str = "", system: str = "") -> list[Messa
     return [*head, {"role": "user", "content": content}]
 
 
-def _field(record: Mapping[str, Any], name: str, index: int) -> Any:
-    if record.get(name) is None:
-        raise RecordError(f"record {index} has no '{name}'; it has {', '.join(record)}")
-    return record[name]
-
-
-def gsm8k_rows(records: Sequence[Mapping[str, Any]], split: str) -> Iterator[PreparedRow]:
+def gsm8k_rows(records: Sequence[Row], split: str) -> Iterator[PreparedRow]:
     """From {question, answer}: the ground truth stands behind #### in the answer."""
     for index, record in enumerate(records):
-        question, answer = _field(record, "question", index), _field(record, "answer", index)
+        question, answer = _text(record, "question"), _text(record, "answer")
         marked = re.search(r"####\s*(-?[\d.,]+)", answer)
         if marked is None:
-            raise RecordError(f"record {index}: 'answer' has no number behind ####")
+            raise record.error("has no number behind ####", "answer")
         yield make_row(
             ask(question, instruction=GSM8K_INSTRUCTION),
             data_source="openai/gsm8k",
@@ -68,39 +87,39 @@ def gsm8k_rows(records: Sequence[Mapping[str, Any]], split: str) -> Iterator[Pre
         )
 
 
-def math_rows(records: Sequence[Mapping[str, Any]], split: str) -> Iterator[PreparedRow]:
+def math_rows(records: Sequence[Row], split: str) -> Iterator[PreparedRow]:
     """From {problem, solution}: the ground truth is the last box; or from {problem, answer}."""
     for index, record in enumerate(records):
-        problem = _field(record, "problem", index)
-        truth = record.get("answer")
+        problem = _text(record, "problem")
+        if record.values.get("answer") is not None:
+            truth = _truth(record, "answer")
+        else:
+            truth = last_boxed(_text(record, "solution"))
         if truth is None:
-            truth = last_boxed(_field(record, "solution", index))
-        if truth is None:
-            raise RecordError(f"record {index}: 'solution' has no \\boxed answer")
+            raise record.error("has no \\boxed answer", "solution")
         yield make_row(
             ask(problem, instruction=MATH_INSTRUCTION),
             data_source="DigitalLearningGmbH/MATH-lighteval",
             ability="math",
-            ground_truth=str(truth),
+            ground_truth=truth,
             extra_info={"split": split, "index": index},
         )
 
 
-def preference_rows(records: Sequence[Mapping[str, Any]], split: str) -> Iterator[PreparedRow]:
+def preference_rows(records: Sequence[Row], split: str) -> Iterator[PreparedRow]:
     """From {prompt, chosen, rejected}, or from {chosen, rejected} transcripts as in hh-rlhf.
 
     The ground truth is the chosen response; such rows are scored by a reward model or a function
     of the user.
     """
     for index, record in enumerate(records):
-        chosen, rejected = _field(record, "chosen", index), _field(record, "rejected", index)
-        prompt = record.get("prompt")
+        prompt = record.values.get("prompt")
         if prompt is None:
-            messages, chosen = split_transcript(chosen, index)
-            rejected = split_transcript(rejected, index)[1]
+            messages, chosen = _split_transcript(record, "chosen")
+            rejected = _split_transcript(record, "rejected")[1]
         else:
             messages = ask(prompt) if isinstance(prompt, str) else prompt
-            chosen, rejected = _response(chosen), _response(rejected)
+            chosen, rejected = _response(record, "chosen"), _response(record, "rejected")
         yield make_row(
             messages,
             data_source="preference",
@@ -111,42 +130,101 @@ def preference_rows(records: Sequence[Mapping[str, Any]], split: str) -> Iterato
         )
 
 
-def _response(value: Any) -> str:
-    """A response as text: it may be written as the messages that follow the prompt."""
-    return value if isinstance(value, str) else value[-1]["content"]
-
-
-def split_transcript(text: str, index: int) -> tuple[list[Message], str]:
-    """Messages and last response of "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
-    parts = re.split(r"\n\n(Human|Assistant):", text)
-    turns = list(zip(parts[1::2], parts[2::2], strict=True))
-    if len(turns) < 2 or turns[-1][0] != "Assistant":
-        raise RecordError(f"record {index} is no transcript that ends with the assistant")
-    roles = {"Human": "user", "Assistant": "assistant"}
-    messages = [{"role": roles[who], "content": said.strip()} for who, said in turns]
-    return messages[:-1], messages[-1]["content"]
-
-
 def jsonl_rows(
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[Row],
     split: str,
     *,
     prompt_key: str,
     answer_key: str,
     data_source: str,
+    method: str | None = None,
     instruction: str = "",
     system: str = "",
 ) -> Iterator[PreparedRow]:
-    """From any records with a question (text or messages) and, where it is known, its answer."""
+    """From any records with a question (text or messages) and its answer.
+
+    Every column stays in extra_info, for rewards that take columns by name.
+
+    Args:
+        answer_key: empty = there are no answers.
+        method: of the scorer of the data source.
+    """
+    kinds = {type(record.values.get(answer_key)) for record in records}
     for index, record in enumerate(records):
-        prompt = _field(record, prompt_key, index)
+        prompt = _field(record, prompt_key, "--prompt_key")
         if isinstance(prompt, str):
             prompt = ask(prompt, instruction=instruction, system=system)
-        others = {k: v for k, v in record.items() if k not in (prompt_key, answer_key)}
+        truth = _truth(record, answer_key, "--answer_key") if answer_key else None
+        extra = {"split": split, "index": index} | record.values
+        extra.pop("prompt", None)
+        if len(kinds) > 1 and answer_key:  # a column of a parquet file has one type
+            extra[answer_key] = truth
+        if method is not None:
+            is_list = method == "exact" and isinstance(record.values[answer_key], list)
+            extra["method"] = "one_of" if is_list else method
+        if answer_key:
+            _check_truth(record, answer_key, data_source, truth, extra)
         yield make_row(
-            prompt,
-            data_source=data_source,
-            ability="",
-            ground_truth=record.get(answer_key),
-            extra_info={**others, "split": split, "index": index},
+            prompt, data_source=data_source, ability="", ground_truth=truth, extra_info=extra
         )
+
+
+def _check_truth(
+    record: Row, answer_key: str, data_source: str, truth: str | None, extra: Mapping[str, Any]
+) -> None:
+    try:
+        builtin.scorer_of(data_source)
+    except RewardError:  # a function of the user will score
+        return
+    try:
+        builtin.check(data_source, truth, extra)
+    except RewardError as error:
+        raise record.error(f"cannot be scored by {data_source}: {error}", answer_key) from error
+
+
+def _field(record: Row, name: str, option: str = "") -> Any:
+    if record.values.get(name) is None:
+        what = "is null" if name in record.values else "is missing"
+        advice = f"; name the column with {option}" if option else ""
+        found = ", ".join(record.values) or "nothing"
+        raise record.error(f"{what}{advice}; the record has {found}", name)
+    return record.values[name]
+
+
+def _text(record: Row, name: str) -> str:
+    value = _field(record, name)
+    if not isinstance(value, str):
+        raise record.error(f"must be text, not {kind_of(value)}", name)
+    return value
+
+
+def _truth(record: Row, name: str, option: str = "") -> str:
+    """The answer as text; what is no text is written as JSON: 76, true, ["a", "b"]."""
+    value = _field(record, name, option)
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:  # bytes, dates, NaN
+        raise record.error(f"{value!r} is neither text nor JSON", name) from error
+
+
+def _response(record: Row, name: str) -> str:
+    """A response as text: it may be written as the messages that follow the prompt."""
+    value = _field(record, name)
+    if isinstance(value, list) and value and isinstance(value[-1], dict):
+        value = value[-1].get("content")
+    if not isinstance(value, str):
+        raise record.error("must be text, or messages that end with the response", name)
+    return value
+
+
+def _split_transcript(record: Row, name: str) -> tuple[list[Message], str]:
+    """Messages and last response of "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
+    parts = re.split(r"\n\n(Human|Assistant):", _text(record, name))
+    turns = list(zip(parts[1::2], parts[2::2], strict=True))
+    if len(turns) < 2 or turns[-1][0] != "Assistant":
+        raise record.error("is no transcript that ends with the assistant", name)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    messages = [{"role": roles[who], "content": said.strip()} for who, said in turns]
+    return messages[:-1], messages[-1]["content"]

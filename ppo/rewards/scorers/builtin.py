@@ -1,5 +1,6 @@
 """The built-in scorers, picked by data_source. Texts and numbers in, a number out."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +25,11 @@ SOURCES = {
 }
 """scorer -> the data sources that it serves; SOURCE/ANYTHING counts as SOURCE"""
 
-METHODS = {"gsm8k": ("strict", "flexible"), "reasoning_gym": ("own", "last_number")}
+METHODS = {
+    "gsm8k": ("strict", "flexible"),
+    "reasoning_gym": ("own", "last_number"),
+    "exact_match": ("exact", "one_of", "last_number"),
+}
 """scorer -> its methods, the default first"""
 
 
@@ -42,6 +47,16 @@ def scorer_of(data_source: str) -> str:
     )
 
 
+def advice(data_source: str) -> str:
+    """What to say of the scorer where it gives every response the same score."""
+    if scorer_of(data_source) != "exact_match":
+        return ""
+    return (
+        " (exact_match compares the whole response; with extra_info.method = last_number, which "
+        "python -m ppo.data.prepare jsonl --method last_number writes, the last number counts)"
+    )
+
+
 def compute_score(
     data_source: str,
     solution_str: str,
@@ -54,31 +69,28 @@ def compute_score(
 
     Args:
         ground_truth: gsm8k and last_number: a number; math: LaTeX; exact_match: text, or a list
-            of texts; regex: the pattern; tiny: the text to copy.
-        method: of gsm8k and reasoning_gym (METHODS); None = extra_info["method"] if given, else
-            the default.
+            of texts, which is written as JSON for one_of; regex: the pattern; tiny: the text to
+            copy.
+        method: one of METHODS; None = extra_info["method"] if given, else the default.
 
     Raises:
-        RewardError: unknown data source, a method that its scorer does not have, or no ground
-            truth.
+        RewardError: as `check`.
     """
-    scorer = scorer_of(data_source)
-    _require_truth(scorer, ground_truth)
-    extra = extra_info or {}
-    chosen = method or extra.get("method")
-    if chosen is not None and chosen not in METHODS.get(scorer, (chosen,)):
-        known = ", ".join(METHODS[scorer])
-        raise RewardError(f"{scorer} has no method {chosen!r}; it has {known}")
+    scorer, chosen = check(data_source, ground_truth, extra_info, method=method)
     match scorer:
         case "gsm8k":
-            return gsm8k.score(solution_str, ground_truth, method=chosen or "strict")
+            return gsm8k.score(solution_str, ground_truth, method=chosen)
         case "math":
             return math_answers.score(solution_str, ground_truth)
         case "reasoning_gym":
-            task = data_source.partition("/")[2]
-            return gym.score(solution_str, ground_truth, extra, task=task, method=chosen or "own")
+            task, extra = data_source.partition("/")[2], extra_info or {}
+            return gym.score(solution_str, ground_truth, extra, task=task, method=chosen)
+        case "exact_match" if chosen == "last_number":
+            found = gsm8k.last_number(solution_str)
+            return float(found is not None and found == gsm8k.true_number(ground_truth))
         case "exact_match":
-            truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+            truths = json.loads(ground_truth) if chosen == "one_of" else ground_truth
+            truths = truths if isinstance(truths, list) else [truths]
             return float(solution_str.strip() in [str(truth).strip() for truth in truths])
         case "regex":
             return float(re.search(ground_truth, solution_str) is not None)
@@ -86,9 +98,51 @@ def compute_score(
     return tiny.score(solution_str, ground_truth)
 
 
-def _require_truth(scorer: str, ground_truth: Any) -> None:
-    if ground_truth is None and scorer != "reasoning_gym":  # its tasks may score without
-        raise RewardError(
+def check(
+    data_source: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    method: str | None = None,
+) -> tuple[str, str]:
+    """The scorer of a row and its method. Arguments as of `compute_score`.
+
+    Raises:
+        RewardError: unknown data source, a method that its scorer does not have, or a ground
+            truth that it cannot compare with.
+    """
+    scorer = scorer_of(data_source)
+    default, *others = METHODS.get(scorer, ("",))
+    chosen = method or (extra_info or {}).get("method")
+    if chosen is None or not others:  # rows of scorers without methods may call anything so
+        chosen = default
+    if chosen not in (default, *others):
+        known = ", ".join((default, *others))
+        raise RewardError(f"{scorer} has no method {chosen!r}; it has {known}")
+    problem = _truth_problem(scorer, chosen, ground_truth)
+    if problem is not None:
+        raise RewardError(problem)
+    return scorer, chosen
+
+
+def _truth_problem(scorer: str, method: str, truth: Any) -> str | None:
+    """Why the scorer could not compare with this ground truth."""
+    if (scorer, method) == ("reasoning_gym", "own"):  # its tasks may score without
+        return None
+    if truth is None:
+        return (
             f"the built-in scorer {scorer} needs a ground truth: column reward_model.ground_truth, "
             "or ground_truth"
         )
+    try:
+        if scorer == "gsm8k" or method == "last_number":
+            gsm8k.true_number(truth)
+        elif scorer == "regex":
+            re.compile(truth)
+        elif method == "one_of" and not isinstance(json.loads(truth), list):
+            return f"ground truth {truth!r} is no JSON list"
+    except (ValueError, TypeError, re.error) as error:
+        return str(error) if scorer != "regex" else f"ground truth {truth!r}: no pattern: {error}"
+    if scorer == "tiny" and not isinstance(truth, str):
+        return f"ground truth {truth!r} is no text"
+    return None

@@ -1,10 +1,11 @@
 """Rules over several keys, ranks and files: every violation is found and says what to change."""
 
 import json
+import os
 
 import pytest
 
-from ppo.check.files import missing_files, to_download
+from ppo.check.files import missing_files, to_download, wrong_contents
 from ppo.check.rules import check_config
 from ppo.check.warnings import config_warnings
 from ppo.config import Config, load_config
@@ -58,6 +59,14 @@ def test_the_defaults_are_right():
         (["trainer.val_only=true"], "data.val_files", ["validation data"]),
         (["trainer.keep_best=val-core/tiny/reward/mean@1"], "trainer.keep_best", ["val_files"]),
         (["reward.function.style=trl"], "reward.function.style", ["reward.function.path"]),
+        (["reward.function.path=[a.py, b.py]", "reward.function.weights=[1]"],
+         "reward.function", ["2 in path", "do not fit together"]),
+        (["reward.function.path=a.py", "reward.function.weights=[0]"],
+         "reward.weights", ["nothing is rewarded"]),
+        (["data.apply_chat_template_kwargs={tokenize: true, return_tensors: pt, thinking: 1}"],
+         "data.apply_chat_template_kwargs", ["must not set return_tensors, tokenize:"]),
+        (["data.apply_chat_template_kwargs={add_generation_prompt: false}"],
+         "data.apply_chat_template_kwargs", ["must not set add_generation_prompt:"]),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_named_with_a_way_out(overrides, path, words):
@@ -163,6 +172,28 @@ def test_absent_files_are_named_with_their_keys(tmp_path):
         ("trainer.resume_mode", "no such folder"),
     }
     assert missing_files(load()) == []
+
+
+def test_data_that_the_loader_would_take_is_not_missing_and_its_contents_are_checked(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a[1].jsonl").write_text('{"question": "q"}\n')
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "b.jsonl").write_text('{"prompt": 5}\n')
+    (tmp_path / "f.py").write_text("def compute_score(text): ...\n")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for files, said in {
+        "~/a[1].jsonl": "column 'prompt': is missing",
+        "~/deep/**/b.jsonl": "column 'prompt': must be text",
+    }.items():
+        config = load(f"data.train_files={json.dumps([files])}", "reward.function.path=~/f.py")
+        assert missing_files(config) == []
+        data, function = wrong_contents(config)
+        assert data.path == "data.train_files" and said in data.rule
+        assert function.path == "reward.function.path" and "wrong signature" in function.rule
+    (problem,) = missing_files(load(f"data.train_files={tmp_path}/pipe.jsonl"))
+    assert "is no regular file" in problem.rule
 
 
 def test_a_hub_name_is_downloaded_but_a_missing_folder_of_ours_is_an_error(tmp_path, monkeypatch):

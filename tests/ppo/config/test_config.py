@@ -394,3 +394,22 @@ def test_every_section_and_every_field_has_a_docstring():
 def test_docstrings_of_fields_are_read_in_one_line():
     assert docs(CustomClassConfig)["path"] == "Python file; null = the built-in class"
     assert docs(RewardConfig)["weights"] == "how scores are summed; 0 = the score is a metric only"
+
+
+def test_the_home_folder_is_written_out_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load_config(
+        None,
+        [
+            *("model.path=~/m", "data.train_files=[~/a.jsonl, b.jsonl]"),
+            *("reward.function.path=~/r.py", "trainer.default_local_dir=~/run"),
+            "data.custom_cls.path=~",  # null
+        ],
+    )
+    assert (
+        config.model.path == config.model.tokenizer_path == config.critic.model.path == "/home/me/m"
+    )
+    assert config.data.train_files == ["/home/me/a.jsonl", "b.jsonl"]
+    assert config.reward.function.path == ["/home/me/r.py"]
+    assert config.run_dir == Path("/home/me/run") and config.data.custom_cls.path is None
+    assert from_yaml(to_yaml(config)) == config

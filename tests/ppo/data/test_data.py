@@ -1,15 +1,20 @@
 """Prompts from files: formats, errors that say where, filtering and truncation, order."""
 
+import functools
 import json
+import math
+import os
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from ppo.config import CustomClassConfig, DataConfig
+from ppo.data.columns import check_data_files
 from ppo.data.dataset import Prompt, PromptDataset, build_dataset
-from ppo.data.rows import DataError, check_data_files
+from ppo.data.rows import DataError
 from ppo.data.sampler import PromptSampler
 from ppo.data.tokenizer import load_tokenizer
 from ppo.models.tiny import build_tiny_tokenizer
@@ -59,6 +64,7 @@ def test_a_row_as_verl_writes_it(tmp_path, write):
         ground_truth="2",
         extra_info={"ability": "math", "split": "train", "index": 0},
         messages=[{"role": "user", "content": "1+1?"}],
+        where=f"{path}, row 0" + (" (line 1)" if write is write_jsonl else ""),
     )
 
 
@@ -109,7 +115,11 @@ def test_other_column_names_and_a_missing_data_source_where_it_is_not_needed(tmp
         ('{"prompt": "a", "data_source": "s", "reward_model": "2"}', "column 'reward_model': must"),
         ('{"prompt": "a", "data_source": "s", "extra_info": [1]}', "column 'extra_info': must be"),
         ('{"prompt": "a"', r"row 0 \(line 1\): is not JSON"),
-        ("[1]", "must be a JSON object, one per line, not list"),
+        ("[1]", "must be a JSON object, one per line, not a JSON array"),
+        (
+            '[\n  {"prompt": "a"}\n]',
+            r"row 0 \(line 1\): must be .* not a JSON array \(jq -c '.\[\]'",
+        ),
         ("\n", "is empty"),
     ],
 )
@@ -141,7 +151,7 @@ def test_bad_parquet_files_are_named(tmp_path):
 def test_missing_files_folders_and_unknown_kinds_are_errors(tmp_path):
     for files, message in [
         (str(tmp_path / "no.parquet"), "no such file"),
-        (str(tmp_path / "no*.parquet"), "no such file"),
+        (str(tmp_path / "no*.parquet"), "no file matches"),
         (str(tmp_path), "is a folder"),
         ([], "none given"),
     ]:
@@ -151,6 +161,129 @@ def test_missing_files_folders_and_unknown_kinds_are_errors(tmp_path):
     with pytest.raises(DataError, match="unknown kind of file"):
         check_data_files(str(tmp_path / "a.csv"), data_config())
     check_data_files(["tiny"], data_config())
+
+
+def test_only_regular_files_are_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "dangling.jsonl").symlink_to("nowhere")
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    for name, message in {
+        "pipe.jsonl": "is no regular file",
+        "dangling.jsonl": "cannot be read: No such file",
+        "loop.jsonl": "cannot be read: Too many levels of symbolic links",
+        "pi*.jsonl": r"pipe\.jsonl is no regular file",
+        "d*.jsonl": r"dangling\.jsonl cannot be read",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            load(str(tmp_path / name))
+
+
+def test_a_file_that_the_system_will_not_read_is_named(tmp_path):
+    (tmp_path / "a.jsonl").symlink_to("/proc/self/mem")  # regular, and an I/O error at its start
+    with pytest.raises(DataError, match=r"a\.jsonl: cannot be read: Input/output error"):
+        load(str(tmp_path / "a.jsonl"))
+
+
+def test_a_name_with_brackets_is_a_name_where_it_exists_and_the_home_folder_is_known(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_jsonl(tmp_path / "a[1].jsonl", [simple_row("brackets")])
+    write_jsonl(tmp_path / "a1.jsonl", [simple_row("glob")])
+    assert load("~/a[1].jsonl")[0].messages == "brackets"
+    assert load("~/a[1-9].jsonl")[0].messages == "glob"
+    with pytest.raises(DataError, match=r"~nobody-of-that-name/a\.jsonl: no such file"):
+        load("~nobody-of-that-name/a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (simple_row("a\ud800"), r"column 'prompt': has half a surrogate pair \(\\ud800\) at char"),
+        (simple_row([{"role": "user", "content": "\udc00"}]), "column 'prompt': has half"),
+        (simple_row(ground_truth="\udfff"), "column 'ground_truth': has half"),
+        (simple_row(reward_model={"ground_truth": "\ud800"}), "column 'reward_model': has half"),
+        (simple_row(extra_info={"\ud800": 1}), "column 'extra_info': has half"),
+        (simple_row(**{"\ud800": 1}), r"column '\\ud800': has half"),
+        (simple_row(ground_truth=float("nan")), "column 'ground_truth': the ground truth is nan"),
+        (simple_row(reward_model={"ground_truth": -math.inf}), "column 'reward_model': the ground"),
+        (
+            simple_row(extra_info={"a": functools.reduce(lambda v, _: [v], range(900), 0)}),
+            "column 'extra_info': is nested more than 100 deep",
+        ),
+    ],
+)
+def test_values_that_could_not_be_passed_on_are_named_by_row_and_column(tmp_path, row, message):
+    path = write_jsonl(tmp_path / "a.jsonl", [simple_row(), row])
+    with pytest.raises(DataError, match=rf"a\.jsonl, row 1 \(line 2\), {message}"):
+        load(path)
+
+
+def test_json_that_is_nested_too_deeply_to_be_read_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": ' + "[" * 100_000)
+    with pytest.raises(DataError, match=r"row 0 \(line 1\): is nested too deeply"):
+        load(str(path))
+
+
+def test_text_of_a_parquet_file_that_is_not_utf8_is_named_by_row_and_column(tmp_path):
+    bad = pa.array([b"ok", b"\xff"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 2, bad.buffers())
+    columns = {"data_source": ["s", "s"], "prompt": text}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(
+        DataError, match=r"a\.parquet, row 1, column 'prompt': is not readable: 'ut"
+    ):
+        load(str(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize("reward_model", [{"style": "rule", "ground_truth": None}, None])
+def test_a_null_in_reward_model_does_not_hide_the_column_ground_truth(tmp_path, reward_model):
+    row = simple_row(reward_model=reward_model, ground_truth="7")
+    assert load(write_jsonl(tmp_path / "a.jsonl", [row]))[0].ground_truth == "7"
+
+
+def test_columns_keep_their_names_for_rewards_that_take_them_by_name(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "task": "t", "solution": "s"}])
+    prompt = load(path, prompt_key="question", reward_fn_key="task")[0]
+    assert prompt.extra_info == {"question": "q", "task": "t", "solution": "s"}
+
+
+def test_a_column_of_tools_is_said_to_be_unused(tmp_path, caplog):
+    load(write_jsonl(tmp_path / "a.jsonl", [simple_row(), simple_row(tools=[{"name": "f"}])]))
+    (said,) = caplog.messages
+    assert "a.jsonl, row 1 (line 2), column 'tools': not used" in said
+
+
+@pytest.mark.parametrize(
+    ("truncation", "expected"),
+    [
+        ("left", [*b"xyz", 257, 260]),
+        ("right", [259, *b"abcd"]),
+        ("middle", [259, 97, 122, 257, 260]),
+    ],
+)
+def test_a_prompt_of_many_megabytes_is_not_tokenized_to_be_cut(tmp_path, truncation, expected):
+    class Counting:
+        """The tokenizer, and how much it was given."""
+
+        characters = 0
+
+        def __getattr__(self, name):
+            return getattr(TOKENIZER, name)
+
+        def __call__(self, texts, **options):
+            self.characters += sum(map(len, texts))
+            return TOKENIZER(texts, **options)
+
+    path = write_jsonl(tmp_path / "a.jsonl", [simple_row("abcd" + "-" * 5_000_000 + "xyz")])
+    changes = {"max_prompt_length": 5, "filter_overlong_prompts": False, "truncation": truncation}
+    tokenizer: Any = Counting()
+    dataset = PromptDataset(path, tokenizer, data_config(**changes))
+    assert dataset[0].prompt_ids == expected
+    assert tokenizer.characters < 1000
+    with pytest.raises(DataError, match="has at least 612 tokens with the chat template"):
+        load(path, **changes | {"truncation": "error"})
 
 
 @pytest.mark.parametrize(

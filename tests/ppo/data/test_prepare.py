@@ -103,6 +103,121 @@ def test_any_jsonl_becomes_prompts_that_load(tmp_path):
     assert prompt.extra_info["level"] == 3
 
 
+def prepare(tmp_path: Path, *arguments: str) -> list[dict]:
+    main(["jsonl", "--out", str(tmp_path / "out"), *arguments])
+    return read(tmp_path / "out" / "train.parquet")
+
+
+def refusal(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments])
+    assert ended.value.code in (1, 2)
+    return capsys.readouterr().err
+
+
+def test_ground_truths_are_text_whatever_their_type(tmp_path):
+    answers = [76, "22", "7/2", 10**30, 1.5, True, ["a", "b"]]
+    records = [{"prompt": "p", "answer": answer} for answer in answers]
+    source = write_jsonl(tmp_path / "a.jsonl", *records)
+    rows = prepare(tmp_path, "--input", source)
+    texts = ["76", "22", "7/2", str(10**30), "1.5", "true", '["a", "b"]']
+    assert [row["reward_model"]["ground_truth"] for row in rows] == texts
+    assert [row["extra_info"]["answer"] for row in rows] == texts  # one type for a column
+    whole = prepare(tmp_path, "--input", write_jsonl(tmp_path / "b.jsonl", records[0], records[0]))
+    assert [row["reward_model"]["ground_truth"] for row in whole] == ["76", "76"]
+    assert whole[0]["extra_info"]["answer"] == 76
+    assert compute_score("exact_match", "a", texts[-1], rows[-1]["extra_info"]) == 1
+    assert compute_score("exact_match", texts[-1], texts[-1], rows[-1]["extra_info"]) == 0
+
+
+def test_every_column_stays_under_its_name(tmp_path):
+    record = {"question": "q", "solution": "s", "index": 7, "split": "mine", "messages": [1]}
+    source = write_jsonl(tmp_path / "a.jsonl", record)
+    keys = ["--prompt_key", "question", "--answer_key", "solution"]
+    (row,) = prepare(tmp_path, "--input", source, *keys)
+    assert row["extra_info"] == record | {"method": "exact"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "arguments", "said"),
+    [
+        (None, (), "row 1 (line 2), column 'answer': is null; name the column with --answer_key"),
+        ("x", ("--prompt_key", "question"), "column 'question': is missing; name the column with"),
+        ("x", ("--answer_key", "a"), "--answer_key; the record has prompt, answer"),
+        ("x", ("--method", "last_number"), "row 1 (line 2), column 'answer': cannot be scored by"),
+        ("x", ("--method", "hashes"), "ground truth 'x' is not a number"),
+        (float("nan"), (), "row 1 (line 2), column 'answer': nan is neither text nor JSON"),
+    ],
+)
+def test_a_wrong_column_is_named_with_its_file_and_option(
+    tmp_path, capsys, answer, arguments, said
+):
+    records = [{"prompt": "p", "answer": "1"}, {"prompt": "p", "answer": answer}]
+    source = write_jsonl(tmp_path / "a.jsonl", *records)
+    said_all = refusal(capsys, "jsonl", "--out", str(tmp_path), "--input", source, *arguments)
+    assert f"{source}, row " in said_all and said in said_all
+    assert not list(tmp_path.glob("*.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "key"),
+    [("5", 5, "level"), (5, 10**30, "level"), ({"a": 1}, [1], "level"), ({}, {}, "level")],
+)
+def test_a_value_that_parquet_cannot_hold_is_named_by_file_row_and_key(
+    tmp_path, capsys, first, other, key
+):
+    records = [{"prompt": "p", "answer": "1", "deep": {"a": 1}, key: first}] * 5
+    records += [records[0] | {key: other}, *records[:3]]
+    source = write_jsonl(tmp_path / "a.jsonl", *records)
+    said = refusal(capsys, "jsonl", "--out", str(tmp_path / "out"), "--input", source)
+    row = 0 if first == {} else 5
+    assert (
+        f"{source}, row {row} (line {row + 1}), column '{key}': cannot be written as parq" in said
+    )
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_old_test_file_does_not_stay_beside_a_new_training_file(tmp_path, capsys):
+    records = [{"prompt": str(i), "answer": "1"} for i in range(20)]
+    call = ["jsonl", "--out", str(tmp_path), "--input", write_jsonl(tmp_path / "a.jsonl", *records)]
+    main([*call, "--test_size", "0.1"])
+    before = read(tmp_path / "train.parquet")
+    assert (len(before), len(read(tmp_path / "test.parquet"))) == (18, 2)
+    assert f"{tmp_path}/test.parquet is of an earlier call" in refusal(capsys, *call)
+    assert read(tmp_path / "train.parquet") == before
+    main([*call, "--test_size", "5"])
+    assert (len(read(tmp_path / "train.parquet")), len(read(tmp_path / "test.parquet"))) == (15, 5)
+    for wrong in ("-1", "1.5", "0.0", "many"):
+        said = refusal(capsys, *call, f"--test_size={wrong}")
+        assert f"argument --test_size: invalid _test_size value: '{wrong}'" in said
+
+
+@pytest.mark.parametrize(
+    ("method", "right", "wrong", "asked"),
+    [
+        ("exact", "58", "The answer is 58.", "Reply with only the final answer."),
+        ("last_number", "The answer is 58.", "58 or 59", "as the last number."),
+        ("hashes", "so\n#### 58", "58", '"####".'),
+        ("boxed", r"\boxed{58}", r"\boxed{5}", r"within \boxed{}."),
+    ],
+)
+def test_a_method_asks_for_what_it_scores(tmp_path, method, right, wrong, asked):
+    source = write_jsonl(tmp_path / "a.jsonl", {"prompt": "2 * 29?", "answer": 58})
+    (row,) = prepare(tmp_path, "--input", source, "--method", method)
+    assert row["prompt"][0]["content"].endswith(asked)
+    truth, extra = row["reward_model"]["ground_truth"], row["extra_info"]
+    assert compute_score(row["data_source"], right, truth, extra) == 1
+    assert compute_score(row["data_source"], wrong, truth, extra) == 0
+    (row,) = prepare(tmp_path, "--input", source, "--method", method, "--instruction", "")
+    assert row["prompt"][0]["content"] == "2 * 29?"
+
+
+def test_data_without_answers_is_for_rewards_that_need_none(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", {"prompt": "p"})
+    (row,) = prepare(tmp_path, "--input", source, "--answer_key", "", "--data_source", "mine")
+    assert row["reward_model"]["ground_truth"] is None and row["data_source"] == "mine"
+
+
 def test_reasoning_gym_holds_test_questions_out_and_repeats_itself(tmp_path):
     pytest.importorskip("reasoning_gym")
     command = ["reasoning_gym", "--task", "chain_sum", "--method", "last_number"]
@@ -151,7 +266,10 @@ def test_reasoning_gym_problems_are_one_message():
     ("arguments", "said"),
     [
         (["gsm8k", "--input", "gone.jsonl"], "gone.jsonl: no such file"),
-        (["gsm8k", "--input", "{bad}"], "record 0 has no 'question'; it has text"),
+        (
+            ["gsm8k", "--input", "{bad}"],
+            "bad.jsonl, row 0 (line 1), column 'question': is missing; the record has text",
+        ),
         (["jsonl", "--input", "{bad}", "--test_size", "1"], "leaves none of 1 records"),
         (["reasoning_gym", "--task", "chain_sum", "--option", "x"], "write KEY=VALUE"),
     ],

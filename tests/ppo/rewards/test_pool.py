@@ -13,12 +13,16 @@ import pytest
 
 from ppo.config import RewardConfig, RewardFunctionConfig
 from ppo.rewards.contract import RewardError, RewardRequest, RewardResult
-from ppo.rewards.function import check_function
+from ppo.rewards.function import check_function, functions_of
 from ppo.rewards.pool import RewardPool
 
 NASTY = """
 import os, subprocess, sys, time
 from helper import GREETING
+
+class Odd:
+    def item(self): raise RuntimeError("no number")
+    def __str__(self): raise RuntimeError("no text")
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0):
     match solution_str:
@@ -34,7 +38,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
         case "close": os.closerange(0, 100); time.sleep(60)
         case "memory": return len(bytearray(64 << 30))
         case "none": return None
-        case "dict": return {"score": 1, "acc": True, "text": "t", "bad": float("nan")}
+        case "dict": return {"score": 1, "acc": True, "text": "t", "bad": float("nan"),
+                             "inf": float("-inf"), "big": 10**400, "odd": Odd(), Odd(): 1, 5: 2,
+                             "\\ud800": 3}
+        case "big": return 10**400
         case "modules": return {"score": 0, "torch": "torch" in sys.modules, "pid": os.getpid()}
         case "child":
             child = subprocess.Popen(["sleep", "600"])
@@ -46,22 +53,31 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
 
 
 def settings(
-    path: Path | None = None,
-    *,
+    *paths: Path,
     name: str = "compute_score",
     style: Literal["verl", "trl"] = "verl",
+    weights: list[float] | None = None,
     workers: int = 1,
     timeout_s: float = 60.0,
     **kwargs,
 ) -> RewardConfig:
     function = RewardFunctionConfig(
-        path=None if path is None else str(path), name=name, kwargs=kwargs, style=style
+        path=[str(path) for path in paths] or None,
+        name=name.split(),
+        kwargs=kwargs,
+        style=style,
+        weights=weights,
     )
     return RewardConfig(function=function, num_workers=workers, timeout_s=timeout_s)
 
 
 def request(text="", *, source="src", truth: object = 1, extra=None, prompt: object = "p"):
     return RewardRequest(source, text, truth, extra or {}, prompt)
+
+
+def check(reward: RewardConfig) -> None:
+    for function in functions_of(reward.function):
+        check_function(function)
 
 
 def score(pool: RewardPool, *requests: RewardRequest) -> list[RewardResult]:
@@ -121,6 +137,7 @@ def test_scores_come_in_order_with_arguments_options_and_neighbour_modules(nasty
         ("sys.exit", "error", "SystemExit: 4"),
         ("nan", "error", "compute_score returned nan"),
         ("inf", "error", "compute_score returned -inf"),
+        ("big", "error", "compute_score returned inf, which is no finite float32"),
         ("huge", "error", "compute_score returned -1e+39, which is no finite float32"),
         ("close", "error", "ended: signal SIGKILL"),
         ("memory", "error", "MemoryError"),
@@ -153,7 +170,8 @@ def test_workers_have_no_torch_no_core_files_and_prints_go_to_the_log(nasty, nas
 
 
 def test_dict_results_give_their_finite_numbers_as_metrics(nasty):
-    assert score(nasty, request("dict")) == [RewardResult(1.0, extra={"acc": 1.0})]
+    extra = {"acc": 1.0, "5": 2.0, "\\ud800": 3.0}
+    assert score(nasty, request("dict")) == [RewardResult(1.0, extra=extra)]
 
 
 def test_signals_meant_for_the_trainer_do_not_end_workers(nasty):
@@ -250,19 +268,77 @@ def test_trl_style_functions_get_lists_of_one_and_the_columns_they_name(tmp_path
     source = """
     def plain(prompts, completions, level, **kwargs):
         assert (prompts, kwargs["ground_truth"]) == (["p"], [7])
-        return [len(completions[0]) + level[0]]
+        assert kwargs["reward_model"] == [{"ground_truth": 7}] and "extra_info" in kwargs
+        return [len(completions[0]) + (level[0] or 0)]
     def chat(completions, data_source):
         return [float(completions[0][0] == {"role": "assistant", "content": data_source[0]})]
     async def wrong(completions, **kwargs): return 1.0
     """
     path = write(tmp_path / "f.py", source)
     with RewardPool(settings(path, name="plain", style="trl")) as pool:
+        assert pool.columns == {"level"}
         assert score(pool, request("abc", truth=7, extra={"level": 10}))[0].score == 13
-        assert "level" in score(pool, request("abc", truth=7))[0].traceback
+        assert score(pool, request("abc", truth=7))[0].score == 3  # null where a row has none
     with RewardPool(settings(path, name="chat", style="trl")) as pool:
+        assert pool.columns == frozenset()
         assert score(pool, request("src", prompt=[{"role": "user"}]))[0].score == 1
     with RewardPool(settings(path, name="wrong", style="trl")) as pool:
         assert "must return a list" in score(pool, request("a"))[0].traceback
+
+
+SEVERAL = """
+def length(completions, **kwargs): return [len(completions[0])]
+async def even(completions, **kwargs):
+    return [None if completions[0] == "none" else len(completions[0]) % 2 == 0]
+def scored(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 4, "tokens": 2}
+"""
+
+
+def test_scores_of_several_functions_are_summed_and_each_is_a_metric(tmp_path):
+    one, two = write(tmp_path / "one.py", SEVERAL), write(tmp_path / "two.py", SEVERAL)
+    reward = settings(one, name="length even", style="trl", weights=[0.5, 10.0])
+    with RewardPool(reward) as pool:
+        assert score(pool, request("abcd"), request("abc"), request("none")) == [
+            RewardResult(12.0, extra={"length": 4.0, "even": 1.0}),
+            RewardResult(1.5, extra={"length": 3.0, "even": 0.0}),
+            RewardResult(2.0, extra={"length": 4.0}),  # None: does not apply
+        ]
+    with RewardPool(settings(one, name="even", style="trl")) as pool:
+        assert score(pool, request("none")) == [RewardResult(None)]
+    with RewardPool(settings(one, two, name="scored")) as pool:
+        extra = {"one.scored": 4, "one.scored/tokens": 2, "two.scored": 4, "two.scored/tokens": 2}
+        assert score(pool, request("a")) == [RewardResult(8.0, extra=extra)]
+
+
+@pytest.mark.parametrize(
+    ("paths", "names", "weights"),
+    [(2, 3, None), (3, 2, None), (2, 2, [1.0]), (1, 1, [1.0, 2.0]), (0, 1, None), (1, 0, None)],
+)
+def test_lists_of_functions_that_do_not_fit_together_are_refused(paths, names, weights):
+    function = RewardFunctionConfig(
+        path=[f"{i}.py" for i in range(paths)], name=["f"] * names, weights=weights
+    )
+    with pytest.raises(RewardError, match="do not fit together"):
+        functions_of(function)
+
+
+@pytest.mark.parametrize(
+    ("style", "source", "said"),
+    [
+        ("verl", "def f(prompts, completions, **kwargs): pass", "TRL's style; set reward.functi"),
+        ("verl", "def f(prompts=None, completions=None, **kw): pass", "this is TRL's style"),
+        ("trl", "def f(data_source, solution_str, **kw): pass", "verl's style; leave reward.fun"),
+        ("trl", "def f(completions, /): pass", "takes no 'completions'"),
+        ("verl", "def f(**kwargs): pass", "kwargs must not hold ground_truth"),
+    ],
+)
+def test_the_other_style_is_recognised(tmp_path, style, source, said):
+    reward = settings(write(tmp_path / "f.py", source), name="f", style=style)
+    if "must not hold" in said:
+        reward.function.kwargs["ground_truth"] = 1
+    with pytest.raises(RewardError, match=said):
+        check(reward)
 
 
 @pytest.mark.parametrize(
@@ -281,9 +357,9 @@ def test_trl_style_functions_get_lists_of_one_and_the_columns_they_name(tmp_path
 def test_a_wrong_file_or_signature_is_found_without_running_it(tmp_path, source, said):
     path = write(tmp_path / "f.py", f"raise RuntimeError('was run')\n{source}")
     with pytest.raises(RewardError, match=said):
-        check_function(settings(path).function)
+        check(settings(path))
     with pytest.raises(RewardError, match="no such file"):
-        check_function(settings(tmp_path / "gone.py").function)
+        check(settings(tmp_path / "gone.py"))
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,9 @@ def score_with_nan(rank: int, world_size: int, folder: Path, out: Path) -> None:
             pool=None,
             reward_model=build_reward_model(config, run),
         )
-        with pytest.raises(RuntimeError, match=r"1 of 3 samples.*the reward model's score is nan"):
+        with pytest.raises(
+            RuntimeError, match=r"(?s)1 of 3 samples.*the reward model's score is nan"
+        ):
             scorer.score(batch, Metrics())
     assert batch.failed.tolist() == [False, True, False]
     assert batch.response_mask.tolist() == [[True, True], [False, False], [True, False]]

@@ -16,6 +16,7 @@ from ppo.data.tokenizer import load_tokenizer
 from ppo.models.build import build_causal_lm
 from ppo.models.tiny import build_tiny_model
 from ppo.rollout.samples import pass_at_k, summarise, write_samples
+from ppo.rollout.scoring import RewardsFailed
 from rollout import load_evaluation, main, parse_options
 from sharding.checkpoint import Checkpointer
 from sharding.mesh import build_mesh, init_distributed
@@ -66,6 +67,32 @@ def test_samples_are_written_whole_and_read_back(tmp_path):
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["samples.parquet"]
 
 
+def test_nothing_that_a_row_holds_costs_a_finished_evaluation(tmp_path):
+    class Odd:
+        def __str__(self) -> str:
+            return "odd \ud800"
+
+    circle: list[Any] = []
+    circle.append(circle)
+    truths = [5, "7/2", 10**30, None, True, {(1, 2): 3}, Odd(), circle, "half \ud800", 10**5000]
+    rows = [{"score": 1, "uid": 0, "response": "a\udc00", "ground_truth": t} for t in truths]
+    rows[3]["score"] = None
+    for name in ("s.parquet", "s.jsonl"):
+        write_samples(tmp_path / name, rows)
+    table = pq.read_table(tmp_path / "s.parquet").to_pylist()
+    assert [row["score"] for row in table] == [1.0, 1.0, 1.0, None, *[1.0] * 6]
+    assert [row["ground_truth"] for row in table[:5]] == ["5", "7/2", str(10**30), None, "true"]
+    assert table[8] == {
+        "score": 1,
+        "uid": 0,
+        "response": "a\\udc00",
+        "ground_truth": "half \\ud800",
+    }
+    lines = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text("utf-8").splitlines()]
+    assert lines[:5] == rows[:5] and lines[8] == rows[8]
+    assert [line["score"] for line in lines] == [row["score"] for row in rows]
+
+
 def test_samples_are_json_lines_where_the_name_says_so(tmp_path):
     rows = [{"prompt": "é", "score": None, "ground_truth": {"answer": 4}}, {"prompt": "b"}]
     write_samples(tmp_path / "samples.jsonl", rows)
@@ -95,6 +122,21 @@ def test_a_hugging_face_folder_becomes_the_model(tmp_path):
     assert config.run_dir == tmp_path / "s.run"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "limit"),
+    [
+        ((), 16),  # of the preset's validation
+        (("data.val_max_samples=-1",), -1),
+        (("data.train_max_samples=3",), 3),
+        (("data.train_max_samples=30",), 16),
+        (("data.val_max_samples=5", "data.train_max_samples=-1"), 5),
+    ],
+)
+def test_an_evaluation_respects_the_limits_of_the_data(tmp_path, overrides, limit):
+    config = load_evaluation(options_of(tmp_path, *overrides), lambda config: [])
+    assert config.data.train_max_samples == limit
+
+
 def evaluate_rows(folder: Path, data: Path, checkpoint: Path, *overrides: str) -> list[dict]:
     out = folder / f"{checkpoint.name}.parquet"
     code = main(
@@ -106,6 +148,35 @@ def evaluate_rows(folder: Path, data: Path, checkpoint: Path, *overrides: str) -
     )
     assert code == 0
     return pq.read_table(out).to_pylist()
+
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if ground_truth == "b":
+        raise ValueError("no such letter")
+    return 1.0
+"""
+
+
+def test_an_evaluation_whose_rewards_fail_writes_its_samples_with_what_went_wrong(tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps({"prompt": "x", "ground_truth": t}) + "\n" for t in "abaa")
+    )
+    out = tmp_path / "s.parquet"
+    with pytest.raises(RewardsFailed, match=r"(?s)failed for 1 of 2 .*row 1 .*no such letter"):
+        main(
+            [
+                *("--config=ppo_tiny.yaml", f"--data={tmp_path / 'p.jsonl'}", f"--out={out}"),
+                *(f"reward.function.path={tmp_path / 'reward.py'}", "trainer.device=cpu"),
+                *("data.max_response_length=3", "data.val_batch_size=2"),
+            ]
+        )
+    rows = pq.read_table(out).to_pylist()
+    assert [row["score"] for row in rows] == [1.0, None, None, None]
+    assert rows[0]["failure"] is None and "no such letter" in rows[1]["failure"]
+    assert all("not scored" in row["failure"] for row in rows[2:])
+    assert all(row["response_length"] == 3 for row in rows)
 
 
 def test_the_program_samples_from_a_hugging_face_folder_and_from_a_run(tmp_path):

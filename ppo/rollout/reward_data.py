@@ -1,0 +1,88 @@
+"""Whether the rows hold what their rewards need: found at the start, with file and row.
+
+Owns the comparison of data and rewards, which do not know each other. Must not know processes.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ppo.data.dataset import Prompt
+from ppo.data.prompts import PromptSets
+from ppo.rewards.contract import RewardError, RewardRequest
+from ppo.rewards.scorers import builtin
+
+logger = logging.getLogger(__name__)
+
+
+def reward_request(prompt: Prompt, text: str = "") -> RewardRequest:
+    """A response to a prompt as the reward function gets it."""
+    return RewardRequest(
+        data_source=prompt.data_source,
+        solution_str=text,
+        ground_truth=prompt.ground_truth,
+        extra_info=prompt.extra_info,
+        prompt=prompt.messages,
+    )
+
+
+def check_truths(prompts: PromptSets, kwargs: Mapping[str, Any]) -> None:
+    """Each built-in scorer can compare with the ground truths of its rows. Raises RewardError.
+
+    Args:
+        kwargs: what the scorers are called with besides, reward.function.kwargs.
+    """
+    first, count = None, 0
+    for prompt in prompts.all():
+        try:
+            builtin.check(prompt.data_source, prompt.ground_truth, prompt.extra_info, **kwargs)
+        except RewardError as error:
+            first, count = first or f"{place(prompt)}: {error}", count + 1
+    if first is not None:
+        raise RewardError(first + (f" (and {count - 1} rows more)" if count > 1 else ""))
+
+
+def warn_of_null_truths(prompts: PromptSets) -> None:
+    """Say that some rows have no ground truth and others do: a function may not expect it."""
+    rows = list(prompts.all())
+    lacking = [prompt for prompt in rows if prompt.ground_truth is None]
+    if 0 < len(lacking) < len(rows):
+        where, counts = place(lacking[0]), (len(lacking), len(rows))
+        logger.warning("%s: the ground truth is null, as in %d of %d rows", where, *counts)
+
+
+def check_columns(columns: frozenset[str], prompts: PromptSets) -> None:
+    """Rows give the columns that the functions cannot be called without. Raises RewardError.
+
+    A row may lack what others of its data have: it gives null.
+    """
+    for name, rows in (("training", prompts.train), ("validation", prompts.val)):
+        found: set[str] = set()
+        for index in range(len(rows)):
+            found |= rows[index].extra_info.keys()
+        if len(rows) and columns - found:
+            lacking = ", ".join(map(repr, sorted(columns - found)))
+            raise RewardError(
+                f"reward.function: no column of the {name} data gives {lacking}, which it takes; "
+                f"there are {', '.join(sorted(found | {'ground_truth', 'data_source'}))}"
+            )
+
+
+def place(prompt: Prompt) -> str:
+    """Where a prompt stands, for messages."""
+    return prompt.where or f"prompt {prompt.uid}"
+
+
+def describe(prompt: Prompt, text: str, failure: str | None) -> str:
+    """A sample for people: where its prompt stands, the answer, the truth, and what went wrong."""
+    lines = [
+        f"{place(prompt)}, data_source {prompt.data_source!r}",
+        f"response: {_shortened(text)}",
+        f"ground truth: {_shortened(prompt.ground_truth)}",
+    ]
+    return "\n  ".join(lines if failure is None else [*lines, *failure.splitlines()])
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 500 else f"{text[:300]} ... {text[-200:]}"
