@@ -17,7 +17,7 @@ import yaml
 from sharding.heads import Heads, text_value
 
 SHAPES_FILE = Path(__file__).resolve().parents[1] / "configs" / "model_shapes.yaml"
-_SUFFIXES = ("-Instruct", "-it", "-Base", "-Chat")
+_SUFFIXES = ("-instruct", "-it", "-base", "-chat")
 
 TINY = {
     "model_type": "qwen2",
@@ -95,6 +95,12 @@ class ModelShape(AttentionShape):
         return self.embedding_params + 2 * self.hidden_size
 
     @property
+    def degrees(self) -> list[int]:
+        """Of sp or tensor parallelism: heads are split, kv heads are split or repeated."""
+        heads, kv = self.num_heads, self.num_kv_heads
+        return [d for d in range(1, heads + 1) if heads % d == 0 and (kv % d == 0 or d % kv == 0)]
+
+    @property
     def num_params(self) -> int:
         """Of the causal LM."""
         return self.num_layers * self.layer_params + self.root_params
@@ -136,27 +142,43 @@ def sglang_memory(
 def find_shape(path: str) -> tuple[ModelShape, str] | None:
     """The shape of `model.path` and where it was found; None if nowhere.
 
-    Looks at `tiny`, the folder's config.json, the Hugging Face cache, configs/model_shapes.yaml.
+    Looks at `tiny`, the folder's config.json, the Hugging Face cache, and by the last part of the
+    path at configs/model_shapes.yaml. Raises ValueError for a config.json that is none of a model.
     """
     if path == "tiny":
         return parse_shape(TINY), "built in"
     found = config_json(path)
     if found is not None:
-        return parse_shape(json.loads(found.read_text(encoding="utf-8"))), str(found)
+        try:
+            return parse_shape(json.loads(found.read_text(encoding="utf-8"))), str(found)
+        except (ValueError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{found} does not describe a language model: {error}") from error
     table = yaml.safe_load(SHAPES_FILE.read_text(encoding="utf-8"))
-    name = path
+    if path in table:
+        return parse_shape(table[path]), f"configs/{SHAPES_FILE.name}"
+    for name, config in table.items():
+        if _last_part(name) == _last_part(path):
+            return parse_shape(config), f"configs/{SHAPES_FILE.name}, as {name}"
+    return None
+
+
+def _last_part(path: str) -> str:
+    """The name of a model, without its organisation or folder and without "-Instruct"."""
+    name = path.rstrip("/").rpartition("/")[2].lower()
     for suffix in _SUFFIXES:
         name = name.removesuffix(suffix)
-    for candidate in (path, name):
-        if candidate in table:
-            return parse_shape(table[candidate]), f"configs/{SHAPES_FILE.name}"
-    return None
+    return name
 
 
 def config_json(path: str) -> Path | None:
     """The config.json of a folder or of a repository in the Hugging Face cache."""
+    return file_of_model(path, "config.json")
+
+
+def file_of_model(path: str, name: str) -> Path | None:
+    """A file of a folder or of a repository in the Hugging Face cache; None where it is not."""
     if Path(path).is_dir():
-        file = Path(path) / "config.json"
+        file = Path(path) / name
         return file if file.is_file() else None
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         return None
@@ -164,7 +186,7 @@ def config_json(path: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        cached = try_to_load_from_cache(path, "config.json")
+        cached = try_to_load_from_cache(path, name)
     except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None

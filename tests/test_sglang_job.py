@@ -120,7 +120,9 @@ def test_two_jobs_started_together_train_agree_and_end_in_good_order(tmp_path: P
 @pytest.mark.full
 def test_a_real_model_trains_and_agrees(tmp_path: Path):
     model = tmp_path / "smollm2"
-    subprocess.run([sys.executable, "-m", "ppo.data.smollm2", "--out", model], check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-m", "ppo.models.smollm2", "--out", model], check=True, cwd=ROOT
+    )
     job = Job(
         tmp_path / "run",
         f"model.path={model}",

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from ppo.config import Config, Problem
-from ppo.data.columns import check_data_files
-from ppo.data.rows import DataError, find_files
-from ppo.model_shapes import config_json
+from ppo.data.columns import QUICK_ROWS, check_data_files, parse_row
+from ppo.data.rows import DataError, find_files, read_rows
+from ppo.model_shapes import config_json, file_of_model
 from ppo.plugin import PluginError, parse_plugin
 from ppo.rewards.contract import Function, RewardError
 from ppo.rewards.function import check_function, functions_of
@@ -81,6 +83,47 @@ def _is_file(path: str) -> bool:
     return Path(path).expanduser().is_file()
 
 
+def overlong_prompts(config: Config) -> Iterator[str]:
+    """A warning for each file whose first prompts are all too long, their template aside.
+
+    Nothing is said where the tokenizer is not here or has no tokenizer.json, nor of data that is
+    wrong in itself: `wrong_contents` says that.
+    """
+    file = file_of_model(config.model.tokenizer_path, "tokenizer.json")
+    files = [f for f in config.data.train_files if f != "tiny" and _found(f) is None]
+    if file is None or not files or config.data.custom_cls.path is not None:
+        return
+    from tokenizers import Tokenizer  # a tenth of a second; transformers would take five
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # it raises nothing more specific
+        yield f"model.tokenizer_path: {file} cannot be read: {error}"
+        return
+    most = config.data.max_prompt_length
+    for path in find_files(files):
+        lengths = [_num_tokens(tokenizer, messages) for messages in _first_prompts(path, config)]
+        if lengths and min(lengths) > most:
+            yield (
+                f"data.max_prompt_length = {most}: the first {len(lengths)} prompts of {path} have "
+                f"{min(lengths)} to {max(lengths)} tokens, all more than that"
+            )
+
+
+def _first_prompts(path: Path, config: Config) -> list[list[dict[str, str]] | str]:
+    try:
+        rows = list(islice(read_rows(path), QUICK_ROWS))
+        return [parse_row(row, config.data, need_data_source=False).messages for row in rows]
+    except DataError:
+        return []
+
+
+def _num_tokens(tokenizer: Any, messages: list[dict[str, str]] | str) -> int:
+    """Tokens of the texts alone: no prompt has less."""
+    texts = [messages] if isinstance(messages, str) else [m["content"] for m in messages]
+    return sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
+
+
 def _holds_checkpoint(folder: Path) -> bool:
     """Whether the folder is a checkpoint or a run with one, damaged or not."""
     return any(
@@ -113,7 +156,7 @@ def _missing_models(config: Config) -> Iterator[Problem]:
         if Path(path).is_dir():
             if key != "model.tokenizer_path" and not (Path(path) / "config.json").is_file():
                 yield Problem(key, path, "the folder has no config.json")
-        elif not _is_hub_name(path):
+        elif not is_hub_name(path):
             yield Problem(
                 key, path, "no such folder", "or use a name of the Hub: ORGANISATION/NAME"
             )
@@ -124,7 +167,7 @@ def to_download(config: Config) -> list[Problem]:
     return [
         Problem(key, path, "a run downloads it", f"hf download {path}")
         for key, path in _model_paths(config).items()
-        if not Path(path).is_dir() and _is_hub_name(path) and config_json(path) is None
+        if not Path(path).is_dir() and is_hub_name(path) and config_json(path) is None
     ]
 
 
@@ -137,7 +180,7 @@ def _model_paths(config: Config) -> dict[str, str]:
     return {key: path for path, key in paths.items() if path != "tiny"}
 
 
-def _is_hub_name(path: str) -> bool:
+def is_hub_name(path: str) -> bool:
     """ORGANISATION/NAME, and not a folder of ours that is not there (yet)."""
     owner, slash, name = path.partition("/")
     is_name = bool(slash and owner and name) and "/" not in name and owner[0] not in ".~"

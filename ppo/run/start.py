@@ -4,12 +4,15 @@ Owns what happens between the command line and the first collective, and how wro
 reported. Every rank calls everything here.
 """
 
+import json
 import logging
 import random
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -39,6 +42,8 @@ class Launch:
     restart_count: int = 0
     has_agent: bool = False
     """torchrun's agent is the parent"""
+    error_file: str | None = None
+    """where torchrun looks for the reason of a failure"""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Launch":
@@ -50,6 +55,7 @@ class Launch:
             ranks_per_node=int(env.get("LOCAL_WORLD_SIZE", 1)),
             restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
             has_agent="TORCHELASTIC_RUN_ID" in env,
+            error_file=env.get("TORCHELASTIC_ERROR_FILE"),
         )
 
     def problems(self, config: Config) -> list[Problem]:
@@ -62,8 +68,17 @@ class Launch:
         ]
 
     def report(self, error: InputError) -> int:
-        """Say once what is wrong with the user's input; the exit code."""
-        if self.rank == 0 and self.restart_count == 0:
+        """Say once what is wrong with the user's input; the exit code.
+
+        Under torchrun its own report, the last thing on the screen, says it: on each node once.
+        """
+        if self.error_file is not None and self.local_rank == 0:
+            reason = {"message": str(error), "timestamp": int(time.time())}
+            try:
+                Path(self.error_file).write_text(json.dumps(reason), encoding="utf-8")
+            except OSError:
+                sys.stderr.write(f"{error}\n")
+        elif self.error_file is None and self.rank == 0 and self.restart_count == 0:
             sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
 

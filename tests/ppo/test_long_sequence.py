@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from ppo.batch import make_batch
-from ppo.check.memory_phases import GIB, Plan, phases
-from ppo.check.preflight import run_check
+from ppo.check.memory_phases import GIB, phases
+from ppo.check.preflight import find_models, plan_of, run_check
 from ppo.config import Config, load_config, parse_args
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
 from ppo.metrics import Metrics
-from ppo.model_shapes import find_shape
 from ppo.models.build import build_causal_lm
 from ppo.models.learner import Learner, make_optimizer
 from ppo.models.tiny import build_tiny_model
@@ -86,16 +85,7 @@ def long_batch() -> Any:
 
 def predicted_bytes(config: Config) -> float:
     """The preflight's peak of `train actor`."""
-    shape, _ = find_shape("tiny") or pytest.fail()
-    plan = Plan(
-        config=config,
-        dims=config.dims(4, 4),
-        actor=shape,
-        critic=shape,
-        cuda=False,
-        sglang=False,
-        device_bytes=LIMIT_GIB * GIB,
-    )
+    plan = plan_of(config, config.dims(4, 4), find_models(config).shapes)
     return next(phase.bytes for phase in phases(plan) if phase.name == "train actor")
 
 
@@ -105,7 +95,7 @@ def test_the_preflight_refuses_32k_tokens_to_one_rank_and_allows_them_to_four(ca
     assert run_check(parse_args(arguments)) == 2
     report = capsys.readouterr().err
     assert "train actor needs" in report
-    assert "a single sequence is that long: raise actor.ulysses_sequence_parallel_size" in report
+    assert f"it fits with {SP}" in report
     assert run_check(parse_args([*arguments, SP])) == 0
 
 

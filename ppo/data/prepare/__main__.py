@@ -218,8 +218,8 @@ def _from_hub(name: str, config: str | None, split: str) -> list[Row]:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise PrepareError(
-            f"{name} needs the package datasets: pip install datasets; {hint}"
-        ) from (error)
+            f"{name} needs the package datasets: pip install -e '.[data]'; {hint}"
+        ) from error
     try:
         records = datasets.load_dataset(name, config, split=split)
         place = Path(f"{name} {split}")

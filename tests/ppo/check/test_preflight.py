@@ -1,6 +1,7 @@
 """`--check`: right arithmetic, honest predictions, no heavy imports, every problem in one go."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ppo.check.memory_phases import GIB, Plan, host_bytes, kv_cache, micro_tokens, phases
-from ppo.check.preflight import check_shapes, run_check
+from ppo.check.preflight import check_shapes, find_models, run_check
 from ppo.config import Config, load_config, parse_args
 from ppo.model_shapes import TINY, ModelShape, find_shape, parse_shape
 
@@ -121,6 +122,31 @@ def test_a_mixture_of_experts_counts_all_experts_and_computes_some():
     # q, o 64 x 64; k, v 64 x 32; q and k norms; two norms; 4 experts; router
     assert shape.layer_params == 2 * 4096 + 2 * 2048 + 16 + 128 + 4 * 3 * 64 * 32 + 4 * 64
     assert shape.intermediate_size == 64
+
+
+def test_a_model_is_found_by_the_last_part_of_its_path_or_said_to_be_unknown(tmp_path, capsys):
+    shape, where = find_shape("/data/models/Qwen2.5-7B-Instruct/") or pytest.fail()
+    assert shape.num_params == PUBLISHED["Qwen/Qwen2.5-7B-Instruct"]
+    assert where.endswith("model_shapes.yaml, as Qwen/Qwen2.5-7B")
+    assert find_shape("unsloth/llama-3.1-8b") == find_shape("other/Llama-3.1-8B-Instruct")
+    base = ["--config", "ppo.yaml", "--check"]
+    for path, advice in (
+        ("SomeOrganisation/unknown", "hf download SomeOrganisation/unknown config.json"),
+        (f"{tmp_path}/mine", f"put its config.json (a few kB) at {tmp_path}/mine/config.json"),
+    ):
+        assert run_check(parse_args([*base, f"model.path={path}"])) == 0
+        out = capsys.readouterr().out
+        assert "its sizes are not known here" in out and advice in out
+        assert "configs/model_shapes.yaml" in out
+        assert out.splitlines()[-1] == "memory: not checked"
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "{", '{"hidden_size": "many"}', "[" * 9000, "1"])
+def test_a_config_json_that_is_none_is_a_problem_of_its_key(tmp_path, capsys, content):
+    (tmp_path / "config.json").write_text(content)
+    assert run_check(parse_args(["--config", "ppo.yaml", "--check", f"model.path={tmp_path}"])) == 2
+    err = capsys.readouterr().err
+    assert f"model.path = '{tmp_path}'" in err and "does not describe a language model" in err
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -291,7 +317,10 @@ def test_degrees_that_the_heads_do_not_allow_are_a_problem():
         ["model.path=Qwen/Qwen2.5-7B-Instruct", "data.train_files=tiny",
          "actor.ulysses_sequence_parallel_size=8", "rollout.tensor_model_parallel_size=8"],
     )  # fmt: skip
-    found = [str(problem) for problem in check_shapes(config, config.dims(8, 8))]
+    found = [
+        str(problem)
+        for problem in check_shapes(config, find_models(config).shapes, config.dims(8, 8))
+    ]
     assert len(found) == 2
     assert all("28 attention and 4 kv heads" in line for line in found)
     assert all("possible: 1, 2, 4, 28" in line for line in found)
@@ -315,6 +344,19 @@ def test_micro_batches_hold_the_budget_or_the_longest_sequence():
     assert tokens("actor.use_dynamic_bsz=false") == 8 * 4000
 
 
+def test_the_last_line_says_by_how_much_and_verbose_lists_every_item(capsys):
+    base = ["--config", "ppo.yaml", "--check"]
+    assert run_check(parse_args(base)) == 0
+    short = capsys.readouterr().out.splitlines()
+    left, there = re.findall(r"([\d.]+) GiB", short[-1])
+    peaks = [float(line.split()[-3]) for line in short if line.endswith("  fits")]
+    assert float(left) == pytest.approx(float(there) - max(peaks), abs=0.011) and there == "80"
+    assert any("the rest: " in line for line in short)
+    assert run_check(parse_args([*base, "-v"])) == 0
+    long = capsys.readouterr().out.splitlines()
+    assert not any("the rest" in line for line in long) and len(long) > len(short)
+
+
 def test_sequence_parallelism_makes_a_long_sequence_fit(capsys):
     arguments = [
         "--config", "ppo_tiny.yaml", "--check", "--nproc_per_node=4", "--device_memory_gib=0.1",
@@ -324,7 +366,7 @@ def test_sequence_parallelism_makes_a_long_sequence_fit(capsys):
     assert run_check(parse_args(arguments)) == 2
     report = capsys.readouterr().err
     assert "train actor needs" in report
-    assert "a single sequence is that long: raise actor.ulysses_sequence_parallel_size" in report
+    assert "it fits with actor.ulysses_sequence_parallel_size=2" in report
     assert run_check(parse_args([*arguments, "actor.ulysses_sequence_parallel_size=4"])) == 0
 
 

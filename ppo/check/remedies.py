@@ -1,0 +1,156 @@
+"""What would make a plan fit: settings that are tried on the plan itself, so that advice is true.
+
+Owns which settings trade time for memory, in the order in which one would try them. Pure numbers:
+no file, no process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ppo.check.memory_pass import ITEM_BYTES
+from ppo.check.memory_phases import Plan, kv_cache, kv_context, phases
+from ppo.config import values_of, with_values
+from ppo.model_shapes import KV_PAGE
+
+Settings = Mapping[str, Any]
+"""values by dotted key"""
+MOST_RANKS = 1024
+UTILIZATION = "rollout.gpu_memory_utilization"
+
+
+def remedy(plan: Plan) -> str:
+    """What makes all phases fit: few settings that are not made yet, else more ranks."""
+    ladder = _ladder(plan)
+    together = [_together(ladder[:number]) for number in range(2, len(ladder) + 1)]
+    for settings in ({}, *ladder, *together):
+        if found := _that_fits(plan, settings):
+            return f"it fits with {_in_words(plan, found)}"
+    ranks = plan.dims.world_size
+    while (ranks := ranks * 2) <= MOST_RANKS:
+        for settings in ({}, _together(ladder)):
+            if (found := _that_fits(_on(plan, ranks), settings)) is not None:
+                more = f" with {_in_words(plan, found)}" if found else ""
+                return f"it fits on {ranks} ranks{more}"
+    return "it fits on no number of ranks: take a smaller model, or shorter sequences"
+
+
+def fits(plan: Plan) -> bool:
+    """Whether every phase fits on the device, and one sequence into the engine."""
+    if plan.dims.problems() or kv_cache(plan)[0] < kv_context(plan):
+        return False
+    return all(phase.bytes <= plan.device_bytes for phase in phases(plan))
+
+
+def _ladder(plan: Plan) -> list[Settings]:
+    """Settings that take memory off the device, from the cheapest, but for those that are made."""
+    config = plan.config
+    trained = [role.section for role in config.models.values() if role.is_trained]
+    optimizer = {f"{name}.fsdp.optimizer_offload": True for name in trained}
+    param = {f"{name}.fsdp.param_offload": True for name in trained}
+    policy = {f"{name}.fsdp.offload_policy": True for name in trained}
+    no_other = dict.fromkeys((*optimizer, *param), False)
+    made = values_of(config)
+    ladder: list[Settings] = [
+        {"model.enable_gradient_checkpointing": True},
+        *_budgets(plan),
+        optimizer,
+        {**optimizer, **param},
+        {**policy, **no_other},
+        {"model.enable_activation_offload": True},
+        *({"actor.ulysses_sequence_parallel_size": n} for n in _larger(plan, plan.dims.sp)),
+        *({"rollout.tensor_model_parallel_size": n} for n in _larger(plan, plan.dims.rollout_tp)),
+    ]
+    return [step for step in ladder if any(made[key] != value for key, value in step.items())]
+
+
+def _larger(plan: Plan, degree: int) -> list[int]:
+    """Larger degrees than this one that heads and ranks of a node allow."""
+    ranks = plan.dims.ranks_per_node
+    return [n for n in plan.actor.degrees if n > degree and ranks % n == 0]
+
+
+def _budgets(plan: Plan) -> Iterator[Settings]:
+    """Half the tokens or sequences of a pass, a quarter, ..., down to one sequence."""
+    config, longest = plan.config, -(-plan.config.data.max_length // plan.dims.sp)
+    tokens = {"ref.log_prob_max_token_len_per_gpu": config.ref.log_prob_max_token_len_per_gpu}
+    if "reward model" in config.models:
+        key = "reward.model.max_token_len_per_gpu"
+        tokens[key] = config.reward.model.max_token_len_per_gpu
+    sequences = {}
+    for name in ("actor", "critic"):
+        section = getattr(config, name)
+        if name in config.models and section.use_dynamic_bsz:
+            tokens[f"{name}.ppo_max_token_len_per_gpu"] = section.ppo_max_token_len_per_gpu
+        elif name in config.models:
+            sequences[f"{name}.ppo_micro_batch_size_per_gpu"] = 1
+    parts = 2
+    while any(budget * 2 > longest * parts for budget in tokens.values()):
+        yield {
+            **{key: min(now, max(now // parts, longest)) for key, now in tokens.items()},
+            **sequences,
+        }
+        parts *= 2
+
+
+def _together(steps: list[Settings]) -> Settings:
+    """All of them; a later one wins over an earlier one."""
+    return {key: value for step in steps for key, value in step.items()}
+
+
+def _that_fits(plan: Plan, settings: Settings) -> Settings | None:
+    """Those of the settings that it needs to fit, and another share for the engine if need be."""
+    tried = _with(plan, settings)
+    if tried.dims.problems():
+        return None
+    if not fits(tried) and (share := _engine_share(tried)) is not None:
+        settings = {**settings, UTILIZATION: share}
+        tried = _with(plan, settings)
+    if not fits(tried):
+        return None
+    for key in reversed(list(settings)):
+        fewer = {name: value for name, value in settings.items() if name != key}
+        if fits(_with(plan, fewer)):
+            settings = fewer
+    return settings
+
+
+def _engine_share(plan: Plan) -> float | None:
+    """gpu_memory_utilization with which the engine's phases fit, or which holds one sequence."""
+    found, device = {phase.name: phase.bytes for phase in phases(plan)}, plan.device_bytes
+    over = max(found["reshard"], found["generate"]) - device
+    if over > 0:
+        wanted = math.floor(100 * (plan.config.rollout.gpu_memory_utilization - over / device))
+    else:
+        itemsize, tp = ITEM_BYTES[plan.config.rollout.dtype], plan.dims.rollout_tp
+        weights = plan.actor.num_params * itemsize / tp
+        cache = (kv_context(plan) + KV_PAGE) * plan.actor.kv_bytes_per_token(
+            tp=tp, itemsize=itemsize
+        )
+        wanted = math.ceil(100 * (weights + cache) / device)
+    return wanted / 100 if 1 <= wanted < 100 else None
+
+
+def _with(plan: Plan, settings: Settings) -> Plan:
+    config = with_values(plan.config, settings)
+    dims = config.dims(plan.dims.world_size, plan.dims.ranks_per_node)
+    return replace(plan, config=config, dims=dims)
+
+
+def _on(plan: Plan, ranks: int) -> Plan:
+    """The same on more ranks: nodes of eight, unless they are larger."""
+    per_node = max(plan.dims.ranks_per_node, min(8, ranks))
+    return replace(plan, dims=plan.config.dims(ranks, per_node))
+
+
+def _in_words(plan: Plan, settings: Settings) -> str:
+    """The settings as overrides, but for those that are made already."""
+    made = values_of(plan.config)
+    return " ".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in settings.items()
+        if made[key] != value
+    )

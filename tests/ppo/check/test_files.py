@@ -1,0 +1,44 @@
+"""`--check` looks at the files that are there as a start does, without torch or transformers."""
+
+import json
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from ppo.check.preflight import run_check
+from ppo.config import parse_args
+from ppo.model_shapes import TINY
+
+
+def test_files_that_are_there_are_checked_as_a_start_does(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"question": "?", "data_source": "x"}\n')
+    (tmp_path / "reward.py").write_text("def compute_score(:\n")
+    code = run_check(
+        parse_args(
+            ["--config", "ppo.yaml", "--check", f"data.train_files={tmp_path / 'rows.jsonl'}",
+             f"reward.function.path={tmp_path / 'reward.py'}"]
+        )
+    )  # fmt: skip
+    assert code == 2
+    err = capsys.readouterr().err
+    assert "2 problems" in err
+    assert "rows.jsonl, row 0 (line 1), column 'prompt'" in err and "data.prompt_key" in err
+    assert "reward.function.path" in err and "is not valid Python" in err
+
+
+def test_prompts_that_are_all_too_long_are_warned_about_without_transformers(tmp_path, capsys):
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    rows = [{"data_source": "x", "prompt": "a " * n} for n in (30, 20, 40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    base = ["--config", "ppo_tiny.yaml", "--check", f"model.path={tmp_path}",
+            f"data.train_files={tmp_path / 'rows.jsonl'}"]  # fmt: skip
+    assert run_check(parse_args([*base, "data.max_prompt_length=19"])) == 0
+    assert "the first 3 prompts of" in (out := capsys.readouterr().out)
+    assert "20 to 40 tokens" in out
+    run_check(parse_args([*base, "data.max_prompt_length=20"]))
+    assert "the first 3 prompts" not in capsys.readouterr().out
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert run_check(parse_args(base)) == 0
+    assert "tokenizer.json cannot be read" in capsys.readouterr().out

@@ -1,0 +1,41 @@
+"""Advice about memory is true: what it says is tried, and is not what is set already."""
+
+import re
+
+import pytest
+
+from ppo.check.preflight import run_check
+from ppo.config import parse_args
+
+BOTH_OFFLOADS = [
+    "actor.fsdp.optimizer_offload=true", "actor.fsdp.param_offload=true",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["model.path=Qwen/Qwen2.5-1.5B-Instruct", "--nproc_per_node=1", "--device_memory_gib=24",
+         "rollout.gpu_memory_utilization=0.3", *BOTH_OFFLOADS],
+        ["model.path=Qwen/Qwen2.5-7B-Instruct", "--nproc_per_node=2"],
+        ["model.path=Qwen/Qwen2.5-7B-Instruct", "--device_memory_gib=20"],
+        ["model.path=Qwen/Qwen2.5-7B-Instruct", "rollout.gpu_memory_utilization=0.1"],
+        ["model.path=Qwen/Qwen2.5-0.5B-Instruct", "--nproc_per_node=1", "--device_memory_gib=16",
+         "actor.fsdp.offload_policy=true", "actor.ppo_max_token_len_per_gpu=65536",
+         "model.enable_gradient_checkpointing=false"],
+        ["model.path=Qwen/Qwen2.5-72B-Instruct", "--nproc_per_node=8"],
+    ],
+)  # fmt: skip
+def test_advice_makes_it_fit_and_never_repeats_what_is_set(capsys, arguments):
+    base = ["--config", "ppo.yaml", "--check", *arguments]
+    assert run_check(parse_args(base)) == 2
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1].startswith("does not fit: ") or "KV cache of 0 tokens" in err
+    (advice,) = [line.partition("; it fits ")[2] for line in err.splitlines() if "it fits" in line]
+    ranks = re.match(r"on (\d+) ranks", advice)
+    settings = re.findall(r"\S+=\S+", advice)
+    assert settings or ranks
+    assert not set(settings) & set(arguments)
+    nodes = [f"--nnodes={int(ranks[1]) // 8}"] if ranks else []
+    assert run_check(parse_args([*base, *settings, *nodes])) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("fits: ")
