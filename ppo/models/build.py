@@ -27,7 +27,8 @@ from ppo.models.forward import (
     values,
 )
 from ppo.models.weights import HostCopy, WeightsError, load_weights, materialize, raise_problems
-from sharding.fsdp import checkpoint_activations, offload_activations, shard_model
+from sharding.activations import checkpoint_activations, offload_activations
+from sharding.fsdp import shard_model
 from sharding.mesh import Mesh
 
 __all__ = ["build_causal_lm", "build_value_model", "is_packable", "load_hf_config"]
@@ -208,20 +209,12 @@ def _fill(
     )
     load_weights(
         module,
-        _folder(path),
+        Path(path),
         source=HostCopy(partial(_whole_on_host, path, *source), mesh.host_group),
         optional=optional,
         ignored=ignored,
     )
     install_input_hook(module)
-
-
-def _folder(path: str | Path) -> Path:
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.py"]))
 
 
 def _whole_on_host(

@@ -3,6 +3,8 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB = 67  # does not divide evenly over 2 or 4 ranks
@@ -24,3 +26,14 @@ def tiny_llama(
     )
     model: Any = LlamaForCausalLM(config)
     return model if device is None else model.to(device)
+
+
+def tokens_of(rank: int) -> Tensor:
+    """Rank r holds one sequence of 3 + 4 r tokens."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, VOCAB, (1, 3 + 4 * rank), generator=generator)
+
+
+def token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(input_ids=tokens).logits.float()
+    return F.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="sum")

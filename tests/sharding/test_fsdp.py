@@ -4,42 +4,24 @@ from typing import cast
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from sharding.fsdp import (
-    HostSaver,
-    checkpoint_activations,
-    offload_activations,
-    shard_model,
-    transformer_layers,
-    without_gradients,
-)
+from sharding.activations import checkpoint_activations, offload_activations
+from sharding.fsdp import shard_model, transformer_layers, without_gradients
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from tests.distributed import run_distributed
-from tests.sharding.models import VOCAB, tiny_llama
+from tests.sharding.models import tiny_llama, token_loss, tokens_of
 
 CPU = torch.device("cpu")
-
-
-def _tokens(rank: int) -> Tensor:
-    """Rank r holds one sequence of 3 + 4 r tokens."""
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, VOCAB, (1, 3 + 4 * rank), generator=generator)
-
-
-def _token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits = model(input_ids=tokens).logits.float()
-    return F.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="sum")
 
 
 def _reference(world_size: int) -> dict[str, Tensor]:
     """Gradients of the mean loss over all tokens of all ranks, without sharding."""
     model = tiny_llama()
-    total = sum(_tokens(r).numel() - 1 for r in range(world_size))
-    loss = torch.stack([_token_loss(model, _tokens(r)) for r in range(world_size)]).sum()
+    total = sum(tokens_of(r).numel() - 1 for r in range(world_size))
+    loss = torch.stack([token_loss(model, tokens_of(r)) for r in range(world_size)]).sum()
     (loss / total).backward()
     return {name: cast(Tensor, p.grad) for name, p in model.named_parameters()}
 
@@ -57,10 +39,10 @@ def _sharded(mesh: Mesh, *, checkpointing: bool = False, **options) -> nn.Module
 
 def _gradients(model: nn.Module, mesh: Mesh, world_size: int) -> dict[str, Tensor]:
     """Two micro-batches, the loss of each rank scaled as the ranks that FSDP averages over."""
-    total = sum(_tokens(r).numel() - 1 for r in range(world_size))
-    tokens = _tokens(mesh.rank).to(mesh.device)
+    total = sum(tokens_of(r).numel() - 1 for r in range(world_size))
+    tokens = tokens_of(mesh.rank).to(mesh.device)
     for _ in range(2):
-        (_token_loss(model, tokens) * world_size / total / 2).backward()
+        (token_loss(model, tokens) * world_size / total / 2).backward()
     return {name: cast(DTensor, p.grad).full_tensor() for name, p in model.named_parameters()}
 
 
@@ -110,21 +92,21 @@ def _check_behaviour(rank: int, world_size: int) -> None:
 
     # a forward pass without gradients leaves nothing gathered, and no record of it behind
     with without_gradients(model):
-        model(input_ids=_tokens(rank))
+        model(input_ids=tokens_of(rank))
         assert not isinstance(model.get_parameter("lm_head.weight"), DTensor)  # the root stays
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert not model._get_fsdp_state()._comm_ctx.post_forward_order  # pyright: ignore
 
     frozen = _sharded(mesh, forward_only=True)
     with torch.no_grad():
-        frozen(input_ids=_tokens(rank))
+        frozen(input_ids=tokens_of(rank))
     assert all(isinstance(p, DTensor) for p in frozen.parameters())  # the root reshards by itself
 
     seen = []
     half = _sharded(mesh, param_dtype=torch.bfloat16)
     down = half.get_submodule("model.layers.1.mlp.down_proj")
     down.register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, m.weight.dtype)))
-    half(input_ids=_tokens(rank)).logits.float().sum().backward()
+    half(input_ids=tokens_of(rank)).logits.float().sum().backward()
     assert seen == [(torch.bfloat16, torch.bfloat16)]
     assert {p.grad.dtype for p in half.parameters()} == {torch.float32}  # pyright: ignore
 
@@ -157,26 +139,6 @@ def test_layers_are_found_by_the_classes_that_the_model_declares():
         transformer_layers(nn.Linear(2, 2))
 
 
-def test_checkpointing_keeps_the_gradients_and_runs_every_layer_twice():
-    tokens, calls = _tokens(2), []
-    plain, model = tiny_llama(), tiny_llama()
-    for layer in transformer_layers(model):
-        layer.get_submodule("input_layernorm").register_forward_hook(lambda *_: calls.append(1))
-    checkpoint_activations(model)
-    _token_loss(plain, tokens).backward()
-    _token_loss(model, tokens).backward()
-    assert len(calls) == 6
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(cast(Tensor, p.grad), cast(Tensor, q.grad))
-
-
-def test_tensors_of_the_host_are_not_copied():
-    saver = HostSaver(nn.Linear(2, 2), min_bytes=0)
-    tensor = torch.ones(4)
-    assert saver.pack(tensor) is tensor
-    assert saver.unpack(tensor) is tensor
-
-
 def _check_gpu(rank: int, world_size: int) -> dict[str, float]:
     return _check_gradients(rank, world_size, torch.device("cuda", rank))
 
@@ -187,18 +149,6 @@ def test_sharded_gradients_equal_unsharded_ones_over_nccl():
     world_size = next(n for n in (4, 2, 1) if n <= torch.cuda.device_count())
     for worst in run_distributed(_check_gpu, world_size, device_type="cuda", timeout_s=120):
         assert worst and max(worst.values()) < 1e-4, worst
-
-
-@pytest.mark.gpu
-def test_offloaded_activations_give_the_same_gradients_on_a_device():
-    tokens = _tokens(3).cuda()
-    with torch.device("cuda"):
-        plain, model = tiny_llama(), tiny_llama()
-    offload_activations(model, min_bytes=0)
-    _token_loss(plain, tokens).backward()
-    _token_loss(model, tokens).backward()
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
 
 
 def test_units_prefetch_their_neighbours():
