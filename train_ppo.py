@@ -130,7 +130,7 @@ def train(config: Config, run: Run) -> None:
             state.commit()
             run.status("running", step)
             metrics.set("training/global_step", step)
-            metrics.set("training/epoch", sampler.state_dict()["epoch"])
+            metrics.set("training/epoch", sampler.epoch)
             summarise_batch(batch, batchers.actor, metrics)
             if prompts.val and due(step, config.trainer.test_freq, total_steps):
                 test(metrics)

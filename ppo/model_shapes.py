@@ -19,7 +19,8 @@ from sharding.heads import Heads, text_value
 SHAPES_FILE = Path(__file__).resolve().parents[1] / "configs" / "model_shapes.yaml"
 _SUFFIXES = ("-instruct", "-it", "-base", "-chat")
 
-TINY = {
+# what ppo/models/tiny.py builds, with torch: a test compares
+TINY: dict[str, Any] = {
     "model_type": "qwen2",
     "hidden_size": 64,
     "num_hidden_layers": 2,

@@ -140,10 +140,6 @@ class ParallelDims:
         """Global ranks that share sequences, one row per sp group: [dp][sp]."""
         return [list(range(r, r + self.sp)) for r in range(0, self.world_size, self.sp)]
 
-    def dp_rows(self) -> list[list[int]]:
-        """Global ranks that hold the same slice of different sequences: [sp][dp]."""
-        return [list(range(u, self.world_size, self.sp)) for u in range(self.sp)]
-
     def replicate_rows(self) -> list[list[int]]:
         """Global ranks that hold the same shard, by shard index: [F][dp_replicate]."""
         return [list(column) for column in zip(*self.shard_rows(), strict=True)]

@@ -58,8 +58,6 @@ class Mesh:
     """the ranks that hold the same shard"""
     sp_group: ProcessGroup
     """the ranks that share this rank's sequences"""
-    dp_group: ProcessGroup
-    """the ranks that hold the same slice of other sequences"""
     rollout_group: ProcessGroup
     """the T adjacent ranks of this generation replica"""
     rollout_host_group: ProcessGroup
@@ -208,7 +206,6 @@ def build_mesh(dims: ParallelDims, device: torch.device, *, host_timeout_s: floa
         shard_group=shard,
         replicate_group=replicate,
         sp_group=groups.mine(dims.sp_rows(), shared=dims.sp == 1),
-        dp_group=groups.mine(dims.dp_rows()),
         rollout_group=rollout,
         rollout_host_group=groups.mine(dims.rollout_rows(), host=True),
         rollout=DeviceMesh.from_group(rollout, device.type, mesh_dim_names=("rollout_tp",)),

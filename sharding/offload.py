@@ -82,6 +82,9 @@ class _Place:
         return self._block[start : self._used]
 
 
+# By owner, and gone with it. It is here and not in the hands of callers because whoever meets the
+# module or the optimizer (a learner, a checkpoint, the reshard) has to agree on where its tensors
+# are. Only this file reads it; offloading twice, and reloading what is here, do nothing.
 _PLACES: WeakKeyDictionary[nn.Module | Optimizer, _Place] = WeakKeyDictionary()
 
 

@@ -22,7 +22,9 @@ class PeakTracker:
     On the CPU these are the storages that operations make inside the block, and those of tensors
     given to ``watch``; memory inside of kernels, of gloo and of other processes is not seen, and
     every operation is slower by some microseconds. On CUDA it is all that the allocator had given
-    out. Trackers may be nested: an inner one does not disturb the peak of an outer one.
+    out. Trackers may be nested: an inner one does not disturb the peak of an outer one. Nor does
+    whoever else begins a new peak meanwhile, as ppo/metrics.py does for each of its phases; around
+    a tracker, it would miss what was before.
     """
 
     _active: ClassVar["list[PeakTracker]"] = []
@@ -38,6 +40,8 @@ class PeakTracker:
             self._storages.__enter__()
         else:
             self._fold_peak()
+            self._reset = torch.cuda.reset_peak_memory_stats
+            torch.cuda.reset_peak_memory_stats = self._reset_by_others
             self._active.append(self)
             self._start = self._peak = torch.cuda.memory_allocated(self._device)
         return self
@@ -53,6 +57,7 @@ class PeakTracker:
         else:
             self._fold_peak()
             self._active.remove(self)
+            torch.cuda.reset_peak_memory_stats = self._reset
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that are older than the tracker (no effect on CUDA: all are counted)."""
@@ -81,7 +86,12 @@ class PeakTracker:
         peak = torch.cuda.max_memory_allocated(self._device)
         for tracker in self._active:
             tracker._peak = max(tracker._peak, peak)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        (self._active[0]._reset if self._active else torch.cuda.reset_peak_memory_stats)(
+            self._device
+        )
+
+    def _reset_by_others(self, device: Any = None) -> None:
+        self._fold_peak()
 
 
 class _LiveStorages(TorchDispatchMode):

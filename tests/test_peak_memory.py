@@ -1,5 +1,7 @@
+import pytest
 import torch
 
+from ppo.metrics import Metrics
 from tests.peak_memory import PeakTracker
 
 CPU = torch.device("cpu")
@@ -53,3 +55,41 @@ def test_gradients_count_and_nested_trackers_see_the_same():
     assert inner.peak_bytes == before
     assert outer.peak_bytes >= 40000 + 400 + 400
     assert len(kept) == 10000
+
+
+class Allocator:
+    """The counters of CUDA's allocator, without a device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.peak = 0
+        for name, function in {
+            "memory_allocated": lambda _=None: self.now,
+            "max_memory_allocated": lambda _=None: self.peak,
+            "reset_peak_memory_stats": self.reset,
+            "synchronize": lambda _=None: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def reset(self, _device: torch.device | None = None) -> None:
+        self.peak = self.now
+
+    def holds(self, num_bytes: int) -> None:
+        self.now, self.peak = num_bytes, max(self.peak, num_bytes)
+
+
+def test_a_peak_on_a_device_outlives_the_phases_that_are_timed_inside(monkeypatch):
+    allocator, cuda = Allocator(monkeypatch), torch.device("cuda")
+    metrics, reset = Metrics(cuda), torch.cuda.reset_peak_memory_stats
+    allocator.holds(1 << 30)
+    with PeakTracker(cuda) as outer:
+        allocator.holds(5 << 30)
+        with metrics.timed("first"):
+            allocator.holds(3 << 30)
+        with PeakTracker(cuda) as inner, metrics.timed("second"):
+            allocator.holds(2 << 30)
+        allocator.holds(0)
+    assert torch.cuda.reset_peak_memory_stats == reset
+    assert (outer.peak_bytes, outer.extra_bytes) == (5 << 30, 4 << 30)
+    assert inner.peak_bytes == 3 << 30  # what the phase before it had left
+    values = metrics.reduce()
+    assert (values["memory_gib/first"], values["memory_gib/second"]) == (5, 3)

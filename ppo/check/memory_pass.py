@@ -17,7 +17,8 @@ from ppo.config import FsdpConfig
 from ppo.model_shapes import ModelShape
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# The largest block of logits that ppo/logprobs.py makes: elements on CUDA and on a CPU.
+# The largest block of logits that ppo/logprobs.py makes (a test compares): elements on CUDA and on
+# a CPU.
 LOGITS_BLOCK = {True: 1 << 26, False: 1 << 21}
 
 

@@ -65,8 +65,8 @@ class PromptSampler:
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, that the next batch is drawn from."""
-        return self._epoch + self._is_exhausted()
+        """The epoch, from 0, that the last batch was drawn from."""
+        return self._epoch
 
     def next_batch(self) -> list[Prompt]:
         """The next global batch; the last of an epoch may be short unless drop_last."""

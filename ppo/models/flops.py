@@ -33,23 +33,19 @@ class ModelSize:
     head_dim: int
 
 
-def flops_per_token(size: ModelSize, seq_len: float, *, forward_only: bool = False) -> float:
+def flops_per_token(size: ModelSize, seq_len: float) -> float:
     """FLOPs of one token of a sequence of `seq_len` tokens, forward and backward.
 
     6 N, and for causal attention 12 L d_h n_h s / 2 (arXiv 2204.02311, appendix B, halved for the
-    mask); a forward pass alone is a third of it.
+    mask).
     """
     attention = 12 * size.num_layers * size.head_dim * size.num_heads * seq_len / 2
-    flops = 6 * size.num_params + attention
-    return flops / 3 if forward_only else flops
+    return 6 * size.num_params + attention
 
 
-def batch_flops(
-    size: ModelSize, lengths: Iterable[int], *, epochs: int = 1, forward_only: bool = False
-) -> float:
+def batch_flops(size: ModelSize, lengths: Iterable[int], *, epochs: int = 1) -> float:
     """FLOPs of all tokens of sequences of the given lengths, without padding."""
-    once = sum(n * flops_per_token(size, n, forward_only=forward_only) for n in lengths)
-    return epochs * once
+    return epochs * sum(n * flops_per_token(size, n) for n in lengths)
 
 
 def peak_tflops(device_name: str) -> float | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ppo.errors import InputError
 from ppo.logprobs import LabelLogprobs, LogitTransform, token_logprobs
@@ -106,17 +107,23 @@ def _set_attention(module: Any, name: str) -> None:
 
 
 def replace_forward(module: nn.Module, plan: ForwardPlan, forward: Callable[..., Any]) -> None:
-    """Make `forward` (label_logprobs or values) the module's own; call it before sharding."""
+    """Make `forward` (label_logprobs or values) the module's own.
+
+    Before sharding, which makes another class of the module: what transformers' one is, the plan
+    has read by then.
+    """
+    assert not isinstance(module, FSDPModule), "replace_forward after sharding"
     module.forward = partial(forward, module, plan)
     module.forward_plan = plan  # pyright: ignore
 
 
 def install_input_hook(module: nn.Module) -> None:
-    """Accept cu_seqlens or attention_mask; call it after sharding.
+    """Accept cu_seqlens or attention_mask.
 
-    The hook has to run before FSDP's own, which would copy cu_seqlens to the device and so make
-    the host wait for the device to read it back.
+    After sharding: the hook has to run before FSDP's own, which would copy cu_seqlens to the device
+    and so make the host wait for the device to read it back.
     """
+    assert isinstance(module, FSDPModule), "install_input_hook before sharding"
     plan: ForwardPlan = module.forward_plan  # pyright: ignore
     module.register_forward_pre_hook(partial(_prepare, plan), prepend=True, with_kwargs=True)
 

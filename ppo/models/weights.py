@@ -7,7 +7,7 @@ Must not know what the model is used for. Parameters keep transformers' names.
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ppo.errors import InputError
 from sharding.agree import together
+from sharding.names import set_parameter, tied_names
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +91,10 @@ def materialize(module: nn.Module, *, param_device: torch.device, device: torch.
     Parameters hold garbage until load_weights; non-persistent buffers are computed here where
     transformers' _init_weights knows them and are NaN otherwise.
     """
-    tied = _tied_names(module)
+    tied = tied_names(module)
     module.to_empty(device=param_device)
-    _tie(module, tied)
+    for names in tied:
+        set_parameter(module, names, module.get_parameter(names[0]))
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
             owner._buffers[name] = torch.empty_like(buffer, device=device)
@@ -190,20 +192,6 @@ def _targets(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **buffers}
 
 
-def _tied_names(module: nn.Module) -> list[list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
-
-
-def _tie(module: nn.Module, tied: Iterable[Sequence[str]]) -> None:
-    for first, *others in tied:
-        for other in others:
-            owner, _, name = other.rpartition(".")
-            setattr(module.get_submodule(owner), name, module.get_parameter(first))
-
-
 def _local(tensor: Tensor) -> Tensor:
     """The memory of this rank's shard, to be written in place."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
@@ -211,7 +199,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _aliases(module: nn.Module) -> dict[str, list[str]]:
     """All names of each tied parameter, by its first; files may hold it under any of them."""
-    return {group[0]: group for group in _tied_names(module)}
+    return {group[0]: group for group in tied_names(module)}
 
 
 def _check(

@@ -32,11 +32,6 @@ class RewardJob:
         self._missing = len(self.requests)
 
     @property
-    def num_done(self) -> int:
-        """Samples that have a result."""
-        return len(self.requests) - self._missing
-
-    @property
     def finished(self) -> dict[int, RewardResult]:
         """Samples that have a result so far."""
         with self._state.changed:

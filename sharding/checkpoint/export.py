@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from sharding.checkpoint.files import TENSORS, CheckpointError, find_checkpoint, sync_folder
 from sharding.checkpoint.storage import SafeReader
+from sharding.names import tied_names
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def write_hf(checkpoint: Path, out: Path, *, model: str, dtype: torch.dtype | No
     """`export_hf` from a folder that need not be complete yet, into a folder that is made."""
     weights = _read(checkpoint / TENSORS, f"model.{model}.", dtype)
     module = _empty_model(checkpoint / "models" / model, weights)
-    ties = {name for group in _tied_names(module) for name in group}
+    ties = {name for names in tied_names(module) for name in names}
     missing = sorted(set(module.state_dict()) - set(weights) - ties)
     if missing:
         raise CheckpointError(f"{checkpoint}: lacks {missing[0]} of {model}")
@@ -111,11 +112,3 @@ def _empty_model(config_folder: Path, weights: dict[str, Tensor]) -> Any:
     with torch.device("meta"):
         # in another dtype it would change torch's default, under a training that goes on
         return factory.from_config(config, dtype=torch.get_default_dtype()).to(dtype)
-
-
-def _tied_names(module: Any) -> list[set[str]]:
-    """Names that share one parameter."""
-    by_identity: dict[int, set[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        by_identity.setdefault(id(parameter), set()).add(name)
-    return [names for names in by_identity.values() if len(names) > 1]

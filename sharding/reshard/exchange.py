@@ -14,7 +14,7 @@ from torch import Tensor
 from sharding.dims import ParallelDims
 from sharding.mesh import new_group
 from sharding.reshard.geometry import Topology
-from sharding.reshard.plan import Stage
+from sharding.reshard.plan import MIB, Stage
 
 # torch 2.14 has a new name for it and warns at the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,6 +33,16 @@ class ReshardStats:
     received_bytes: int = 0
     internode_bytes: int = 0
     peak_extra_bytes: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """reshard/*, as every engine reports them."""
+        return {
+            "reshard/received_mib": self.received_bytes / MIB,
+            "reshard/lower_bound_mib": self.lower_bound_bytes / MIB,
+            "reshard/internode_mib": self.internode_bytes / MIB,
+            "reshard/internode_lower_bound_mib": self.internode_lower_bound_bytes / MIB,
+            "reshard/peak_extra_mib": self.peak_extra_bytes / MIB,
+        }
 
 
 class Link(NamedTuple):

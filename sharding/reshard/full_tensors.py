@@ -84,13 +84,6 @@ class FullTensors:
         return list(batch.items())
 
 
-def full_tensors(
-    module: nn.Module, mesh: Mesh, *, dtype: torch.dtype, bucket_mib: float
-) -> Iterator[NamedTensors]:
-    """One pass of FullTensors."""
-    return FullTensors(module, mesh, dtype=dtype, bucket_mib=bucket_mib).batches()
-
-
 def _layer(name: str) -> str:
     """Prefix up to the first number: "model.layers.3."; the name itself outside of layers."""
     match = _LAYER.match(name)

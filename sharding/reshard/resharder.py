@@ -47,7 +47,7 @@ class Resharder:
     Construction and ``buckets`` are collective: all ranks of the job construct, all ranks of a
     shard group iterate to the end. ``layout`` tells which targets this rank gets and which rows are
     zero; ``plan.summary()`` is the table for the log. Raises ValueError where the architecture has
-    no layout (use sharding.gather.full_tensors), where the engine cannot split the model, or where
+    no layout (use FullTensors), where the engine cannot split the model, or where
     a bucket is too small for one row.
     """
 
@@ -65,7 +65,7 @@ class Resharder:
         shapes = {name: tuple(p.shape) for name, p in named_shards(module)}
         layouts = tp_layouts(shapes, config, tp=mesh.dims.rollout_tp, style=style)
         if layouts is None:
-            raise ValueError(f"no {style} layout for {config['model_type']}: use full_tensors")
+            raise ValueError(f"no {style} layout for {config['model_type']}: use FullTensors")
         self._init(module, mesh, layouts, dtype, bucket_mib)
 
     @classmethod
@@ -92,9 +92,8 @@ class Resharder:
         bucket_mib: float,
     ) -> None:
         self._module, self._device, self._dtype = module, mesh.device, dtype
-        row = next(row for row in mesh.dims.shard_rows() if mesh.rank in row)
-        topology = topology_of(row, mesh.dims)
-        self._shard = row.index(mesh.rank)
+        topology = topology_of(mesh.dims.shard_rows()[mesh.replicate_rank], mesh.dims)
+        self._shard = mesh.shard_index
         sources = [source_of(name, parameter) for name, parameter in named_shards(module)]
         self.layout = layouts[mesh.rank % mesh.dims.rollout_tp]
         self.plan = make_plan(

@@ -14,12 +14,10 @@ from sharding.fsdp import reshard
 from sharding.layout import view_2d
 from sharding.reshard.geometry import Piece, Source
 
-_WRAPPER = "_checkpoint_wrapped_module."
-
 
 def named_shards(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters under their Hugging Face names; tied ones once, checkpoint wrappers left out."""
-    return [(name.replace(_WRAPPER, ""), p) for name, p in module.named_parameters()]
+    """Parameters under their Hugging Face names; tied ones once."""
+    return list(module.named_parameters())
 
 
 def source_of(name: str, parameter: Tensor) -> Source:

@@ -27,7 +27,6 @@ from sharding.reshard.checksums import Checksums
 from sharding.reshard.resharder import Resharder
 
 _SLICE_S = 0.5
-_MIB = 2**20
 
 
 class TorchEngine:
@@ -94,7 +93,7 @@ class TorchEngine:
                 sums.add(bucket)
             yield
         self._model.check_filled()
-        self.stats = _reshard_stats(resharder)
+        self.stats = resharder.stats.metrics()
         if sums is not None:
             yield from self._verify(resharder, sums)
         loaded()
@@ -233,14 +232,3 @@ class TorchEngine:
             "rollout/kv_tokens": kv_tokens,
             "rollout/kv_util": generation.peak_tokens / max(kv_tokens, 1),
         }
-
-
-def _reshard_stats(resharder: Resharder) -> dict[str, float]:
-    stats = resharder.stats
-    return {
-        "reshard/received_mib": stats.received_bytes / _MIB,
-        "reshard/lower_bound_mib": stats.lower_bound_bytes / _MIB,
-        "reshard/internode_mib": stats.internode_bytes / _MIB,
-        "reshard/internode_lower_bound_mib": stats.internode_lower_bound_bytes / _MIB,
-        "reshard/peak_extra_mib": stats.peak_extra_bytes / _MIB,
-    }

@@ -20,6 +20,7 @@ from ppo.engines.embedded.kv_cache import KVCache, Step, cached_attention
 from ppo.errors import InputError
 from ppo.models.weights import non_persistent_buffers
 from sharding.layout import FAMILIES, view_2d
+from sharding.names import parameter_names, set_parameter
 from sharding.reshard.plan import Entry
 from sharding.reshard.resharder import Bucket
 
@@ -40,7 +41,7 @@ class LocalModel:
     ):
         self.device = device
         self.module = _build(hf_config, dtype, trust_remote_code)
-        self._aliases = _aliases(self.module)
+        self._names = parameter_names(self.module)
         _recompute_buffers(self.module, device)
         if tp_mesh.size() > 1:
             _parallelize(self.module, tp_mesh)
@@ -117,12 +118,10 @@ class LocalModel:
         return {n: p.to_local() if isinstance(p, DTensor) else p.data for n, p in named}
 
     def _replace(self, device: torch.device) -> None:
-        for names in self._aliases:
+        for names in self._names:
             old = self.module.get_parameter(names[0])
             new = nn.Parameter(torch.empty_like(old, device=device), requires_grad=False)
-            for name in names:
-                owner, _, leaf = name.rpartition(".")
-                setattr(self.module.get_submodule(owner), leaf, new)
+            set_parameter(self.module, names, new)
 
 
 def _region(parameter: Tensor, entry: Entry) -> Tensor:
@@ -155,14 +154,6 @@ def _build(hf_config: PretrainedConfig, dtype: torch.dtype, trust: bool) -> PreT
             f"{config.model_type} does not: use rollout.engine=sglang"
         )
     return module.eval().requires_grad_(False)
-
-
-def _aliases(module: nn.Module) -> list[list[str]]:
-    """Names of each distinct parameter; tied parameters have several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return list(names.values())
 
 
 def _recompute_buffers(module: PreTrainedModel, device: torch.device) -> None:

@@ -179,12 +179,15 @@ def _compare_slices(model: nn.Module, stage: str, instruction: dict[str, Any], f
     return _few([text for text in found if text])
 
 
+# Between the "begin" and the "end" of one comparison: SGLang calls `load` by its name, with nothing
+# in between but this process, which has one model and one update at a time.
 _before: dict[str, Tensor] = {}
 
 
 def _compare_full(model: nn.Module, stage: str, instruction: dict[str, Any], flat: Tensor) -> str:
     """What the model's own loader makes of the tensors is what it must hold already."""
     if stage == "begin":
+        _before.clear()  # of a comparison that was given up
         _before.update((name, p.detach().clone()) for name, p in model.named_parameters())
         return ""
     if stage == "bucket":

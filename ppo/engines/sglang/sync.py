@@ -145,14 +145,7 @@ class WeightSync:
 
     def stats(self) -> dict[str, float]:
         """reshard/* of the last run on this rank."""
-        stats, mib = (self.slices or self.whole).stats, 1024**2  # type: ignore[union-attr]
-        return {
-            "reshard/received_mib": stats.received_bytes / mib,
-            "reshard/lower_bound_mib": stats.lower_bound_bytes / mib,
-            "reshard/internode_mib": stats.internode_bytes / mib,
-            "reshard/internode_lower_bound_mib": stats.internode_lower_bound_bytes / mib,
-            "reshard/peak_extra_mib": stats.peak_extra_bytes / mib,
-        }
+        return (self.slices or self.whole).stats.metrics()  # type: ignore[union-attr]
 
 
 class _Asker:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from ppo.check.memory_pass import Pass, ShardedModel, total, training_pass
+from ppo.check.memory_pass import LOGITS_BLOCK, Pass, ShardedModel, total, training_pass
 from ppo.config import FsdpConfig, MixedPrecisionConfig, ModelConfig
+from ppo.logprobs import CPU_BLOCK_ELEMENTS, DEVICE_BLOCK_ELEMENTS
 from ppo.model_shapes import find_shape
 from tests.distributed import run_distributed
 
@@ -21,6 +22,11 @@ CASES = [
     (2, "float32", True, "actor"),
     (2, "bfloat16", False, "critic"),
 ]
+
+
+def test_the_plan_knows_the_largest_block_of_logits() -> None:
+    """It imports no torch, so it has the numbers of its own."""
+    assert LOGITS_BLOCK == {True: DEVICE_BLOCK_ELEMENTS, False: CPU_BLOCK_ELEMENTS}
 
 
 def _save(path: Path, **sizes: int) -> Path:

@@ -431,7 +431,8 @@ def test_the_short_last_batch_is_dropped_with_one_warning_or_used(caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "the last 1 of 5 prompts" in caplog.text
     used = PromptSampler(prompts(5), batch_size=2, shuffle=False, drop_last=False)
-    assert [uids(used.next_batch()) for _ in range(4)] == [[0, 1], [2, 3], [4], [0, 1]]
+    drawn = [(uids(used.next_batch()), used.epoch) for _ in range(4)]
+    assert drawn == [([0, 1], 0), ([2, 3], 0), ([4], 0), ([0, 1], 1)]
     assert (len(dropped), len(used)) == (2, 3)
     with pytest.raises(DataError, match="hold 5 usable prompts, fewer than"):
         PromptSampler(prompts(5), batch_size=6)

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppo.data.tiny import tiny_rows
+from ppo.model_shapes import TINY
 from ppo.models.tiny import build_tiny_model
 from ppo.rewards.scorers import tiny as copy_scorer
 
@@ -39,6 +40,7 @@ def test_model_has_the_shapes_of_the_specification(folder):
         "vocab_size": 512,
     }
     assert {key: config[key] for key in expected} == expected
+    assert {key: config[key] for key in TINY} == TINY  # what --check takes it for
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.float32
     assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -5,8 +5,9 @@ from decimal import Decimal
 
 import pytest
 
+from ppo.data.tiny import LETTERS
 from ppo.rewards.contract import RewardError
-from ppo.rewards.scorers import builtin, math_answers
+from ppo.rewards.scorers import builtin, math_answers, tiny
 from ppo.rewards.scorers.builtin import compute_score, scorer_of
 from ppo.rewards.scorers.gsm8k import last_number
 
@@ -118,6 +119,10 @@ def test_each_data_source_has_the_scorer_that_is_expected():
         assert all(name in str(caught.value) for name in names)
     with pytest.raises(RewardError, match="gsm8k has no method 'own'; it has strict, flexible"):
         compute_score("gsm8k", "1", "1", method="own")
+
+
+def test_the_letters_of_the_copy_task_are_those_that_its_scorer_knows():
+    assert tiny.LETTERS == LETTERS
 
 
 @pytest.mark.parametrize("source", ["gsm8k", "math", "exact_match", "regex", "tiny"])

@@ -11,7 +11,7 @@ from sharding.fsdp import shard_model
 from sharding.layout import Style, row_parallel_weight, view_2d
 from sharding.mesh import Mesh, ParallelDims, build_mesh
 from sharding.reshard.checksums import Checksums
-from sharding.reshard.full_tensors import full_tensors
+from sharding.reshard.full_tensors import FullTensors
 from sharding.reshard.resharder import Resharder
 from tests.distributed import run_distributed
 from tests.peak_memory import PeakTracker
@@ -195,7 +195,7 @@ def check_full_tensors(world_size: int) -> None:
     model = small_model()
     full = {name: p.detach().clone() for name, p in model.named_parameters()}
     shard(model, mesh)
-    batches = list(full_tensors(model, mesh, dtype=torch.float32, bucket_mib=0.06))
+    batches = list(FullTensors(model, mesh, dtype=torch.float32, bucket_mib=0.06).batches())
     assert len(batches) > 2
     got = {name: tensor for batch in batches for name, tensor in batch}
     assert got.keys() == full.keys()
