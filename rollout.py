@@ -120,7 +120,7 @@ def evaluate(config: Config, run: Run, options: Options) -> dict[str, Summary]:
     ):
         scorer = build_scorer(config, run, prompts, pool)
         everything = list(prompts.all())
-        rows = sample_and_score(collector, scorer, everything, actor, step=0, keep=keep)
+        rows = sample_and_score(collector, scorer, everything, step=0, keep=keep)
     summaries = summarise(rows, pass_score=options.pass_score)
     if run.mesh.rank == 0:
         for source, summary in summaries.items():

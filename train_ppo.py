@@ -26,13 +26,13 @@ from contextlib import ExitStack
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ppo.advantages import gae, masked_mean, masked_whiten
+from ppo.advantages import masked_mean
 from ppo.batch import RolloutBatch
 from ppo.check.preflight import run_check
 from ppo.config import Config, load_config, parse_args
 from ppo.data.prompts import load_prompts, total_steps_of
 from ppo.errors import InputError
-from ppo.estimators import advantages_without_critic
+from ppo.estimators import estimate
 from ppo.forward_passes import response_logprobs, response_values
 from ppo.kl import KLController, kl_estimate, make_kl_controller, token_rewards
 from ppo.losses import effective_sample_size, rollout_weights
@@ -78,9 +78,7 @@ def train(config: Config, run: Run) -> None:
         def test(metrics: Metrics) -> None:
             try:
                 with metrics.timed("testing"):
-                    validate(
-                        collector, scorer, prompts.val, actor, tracker, metrics, step=state.step
-                    )
+                    validate(collector, scorer, prompts.val, tracker, metrics, step=state.step)
             except StopRequested:
                 logger.info("validation abandoned: a stop is requested")
 
@@ -107,8 +105,8 @@ def train(config: Config, run: Run) -> None:
             step = state.step + 1
             with metrics.timed("step"):
                 # 1 generate: weights go to the engine, whose memory comes back afterwards
-                with metrics.timed("gen"), collector.awake(actor, metrics):
-                    batch = collector.sample_training(sampler.next_batch(), step)
+                with metrics.timed("gen"), collector.awake(metrics):
+                    batch = collector.sample_training(sampler.next_batch(), metrics, step)
                 # 2 score
                 kept = kept_on_failure(tracker, scorer, batch, step)
                 with metrics.timed("reward"), kept:
@@ -194,7 +192,7 @@ def add_advantages(
     """KL penalty in the reward, then advantages: the same on every rank, from all samples."""
     algorithm, mask = config.algorithm, batch.response_mask
     kl = None
-    if batch.ref_logprobs is not None and batch.old_logprobs is not None:
+    if batch.ref_logprobs is not None and batch.old_logprobs is not None and mask.any():
         k3 = kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k3")
         metrics.set("actor/ref_kl", masked_mean(k3, mask).item())
         if algorithm.use_kl_in_reward:
@@ -204,14 +202,9 @@ def add_advantages(
     batch.rewards = token_rewards(batch.scores, kl, mask, kl_coef=controller.value)
     if kl is not None:
         controller.update(masked_mean(kl, mask).item(), len(batch))
-    if algorithm.adv_estimator == "gae":
-        assert batch.values is not None
-        advantages, batch.returns = gae(
-            batch.rewards, batch.values, mask, gamma=algorithm.gamma, lam=algorithm.lam
-        )
-        batch.advantages = masked_whiten(advantages, mask)
-    else:
-        batch.advantages = advantages_without_critic(batch, algorithm)
+    batch.advantages, batch.returns = estimate(batch, algorithm)
+    if algorithm.needs.siblings:
+        metrics.set("reward/alone", int(batch.alone.sum()))
     correction = algorithm.rollout_correction
     if correction.rollout_is is not None or correction.icepop is not None:
         assert batch.old_logprobs is not None

@@ -36,7 +36,7 @@ class RolloutBatch:
     failed: Tensor  # [B] bool, the reward raised, timed out or was not finite
     failures: list[str | None]  # B, what went wrong with the reward of a failed sample
     components: list[dict[str, float]]  # B, what the score is made of: function, model, extra/NAME
-    greedy: "RolloutBatch | None" = None  # ReMax: one response per prompt, to compare with
+    greedy: "RolloutBatch | None" = None  # one response per prompt, for estimators that compare
     old_logprobs: Tensor | None = None  # [B, T] trainer, before the update
     ref_logprobs: Tensor | None = None  # [B, T]
     values: Tensor | None = None  # [B, T] critic, before the update
@@ -48,6 +48,13 @@ class RolloutBatch:
     def __len__(self) -> int:
         """B."""
         return len(self.prompts)
+
+    @property
+    def alone(self) -> Tensor:
+        """[B] bool: samples with a score that have siblings, none of which has one."""
+        size = self.group_ids.bincount()[self.group_ids]
+        scored = self.group_ids[~self.failed].bincount(minlength=len(self))[self.group_ids]
+        return ~self.failed & (size > 1) & (scored == 1)
 
     @property
     def prompt_lengths(self) -> list[int]:

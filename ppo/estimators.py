@@ -1,40 +1,121 @@
-"""Advantages without a critic, by the estimator that algorithm.adv_estimator names.
+"""Advantages of a batch, by the estimator that algorithm.adv_estimator names.
 
-Owns the choice and what each estimator gets; the formulas are in ppo/advantages.py. Every rank
-computes the same, from all samples.
+Owns what each estimator gets and which samples it gets; the formulas are in ppo/advantages.py, and
+what an estimator needs of the run in ppo/config/sections/algorithm.py. Every rank computes the
+same, from all samples.
 """
 
-import torch
+from collections.abc import Callable
+from typing import NamedTuple
+
 from torch import Tensor
 
-from ppo.advantages import grpo, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo
+from ppo import advantages as formulas
 from ppo.batch import RolloutBatch
-from ppo.config import AlgorithmConfig
+from ppo.config import AdvEstimator, AlgorithmConfig
 
 
-def advantages_without_critic(batch: RolloutBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """Advantages [B, T] from batch.rewards; failed samples get 0 and spoil no group."""
+class Samples(NamedTuple):
+    """The samples that an estimator compares; B counts these alone."""
+
+    rewards: Tensor  # [B, T] per token, KL penalty included
+    mask: Tensor  # [B, T] bool
+    groups: Tensor  # [B] index of the prompt in the batch
+    values: Tensor | None  # [B, T] with a critic
+    greedy_scores: Tensor | None  # [B] of the greedy response to the same prompt, where sampled
+
+    @property
+    def scores(self) -> Tensor:
+        """Rewards summed over the tokens, [B]."""
+        return self.rewards.sum(-1)
+
+
+class Estimate(NamedTuple):
+    """What an estimator makes of rewards."""
+
+    advantages: Tensor  # [B, T]
+    returns: Tensor | None = None  # [B, T] targets of the critic, where there is one
+
+
+def estimate(batch: RolloutBatch, algorithm: AlgorithmConfig) -> Estimate:
+    """Advantages and returns [B, T] from batch.rewards.
+
+    Samples that failed get 0 and spoil no group. Where siblings are compared, so does a sample
+    whose siblings all failed: nothing says whether its score is a good one.
+    """
     assert batch.rewards is not None
-    scored = ~batch.failed
-    rewards, mask = batch.rewards[scored], batch.response_mask[scored]
-    scores, groups = rewards.sum(-1), batch.group_ids[scored]
-    match algorithm.adv_estimator:
-        case "grpo":
-            norm_by_std = algorithm.norm_adv_by_std_in_grpo
-            found = grpo(scores, groups, norm_by_std=norm_by_std)[:, None] * mask
-        case "rloo":
-            found = rloo(scores, groups)[:, None] * mask
-        case "opo":
-            found = opo(scores, mask.sum(-1), groups)[:, None] * mask
-        case "reinforce_plus_plus":
-            found = reinforce_plus_plus(rewards, mask, gamma=algorithm.gamma)
-        case "reinforce_plus_plus_baseline":
-            found = reinforce_plus_plus_baseline(scores, groups, mask)
-        case "remax":
-            assert batch.greedy is not None
-            found = remax(rewards, batch.greedy.scores[groups], mask)
-        case other:
-            raise AssertionError(other)
-    advantages = torch.zeros_like(batch.rewards)
-    advantages[scored] = found
-    return advantages
+    used = ~batch.failed
+    if algorithm.needs.siblings:
+        used &= ~batch.alone
+    groups = batch.group_ids[used]
+    samples = Samples(
+        rewards=batch.rewards[used],
+        mask=batch.response_mask[used],
+        groups=groups,
+        values=None if batch.values is None else batch.values[used],
+        greedy_scores=None if batch.greedy is None else batch.greedy.scores[groups],
+    )
+    found = ESTIMATORS[algorithm.adv_estimator](samples, algorithm)
+    returns = None if found.returns is None else _spread(found.returns, used)
+    return Estimate(_spread(found.advantages, used), returns)
+
+
+def _spread(x: Tensor, used: Tensor) -> Tensor:
+    """Rows of the used samples at their places in the batch; 0 elsewhere."""
+    whole = x.new_zeros(len(used), *x.shape[1:])
+    whole[used] = x
+    return whole
+
+
+def _gae(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
+    assert samples.values is not None
+    found = formulas.gae(
+        samples.rewards, samples.values, samples.mask, gamma=algorithm.gamma, lam=algorithm.lam
+    )
+    return Estimate(formulas.masked_whiten(found.advantages, samples.mask), found.returns)
+
+
+def _grpo(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
+    norm_by_std = algorithm.norm_adv_by_std_in_grpo
+    found = formulas.grpo(samples.scores, samples.groups, norm_by_std=norm_by_std)
+    return _at_every_token(found, samples)
+
+
+def _rloo(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
+    return _at_every_token(formulas.rloo(samples.scores, samples.groups), samples)
+
+
+def _opo(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
+    lengths = samples.mask.sum(-1)
+    return _at_every_token(formulas.opo(samples.scores, lengths, samples.groups), samples)
+
+
+def _reinforce_plus_plus(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
+    gamma = algorithm.gamma
+    return Estimate(formulas.reinforce_plus_plus(samples.rewards, samples.mask, gamma=gamma))
+
+
+def _reinforce_plus_plus_baseline(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
+    scores, groups, mask = samples.scores, samples.groups, samples.mask
+    return Estimate(formulas.reinforce_plus_plus_baseline(scores, groups, mask))
+
+
+def _remax(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
+    assert samples.greedy_scores is not None
+    return Estimate(formulas.remax(samples.rewards, samples.greedy_scores, samples.mask))
+
+
+def _at_every_token(per_sequence: Tensor, samples: Samples) -> Estimate:
+    """[B] -> [B, T], 0 outside the mask."""
+    return Estimate(per_sequence[:, None] * samples.mask)
+
+
+ESTIMATORS: dict[AdvEstimator, Callable[[Samples, AlgorithmConfig], Estimate]] = {
+    "gae": _gae,
+    "grpo": _grpo,
+    "rloo": _rloo,
+    "reinforce_plus_plus": _reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "remax": _remax,
+    "opo": _opo,
+}

@@ -5,6 +5,7 @@ models or ranks. Letters: B sequences, T response tokens.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -34,27 +35,39 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     difference = at_least_float32(logprobs) - at_least_float32(ref_logprobs)
     # 0 x NaN is NaN: a masked token must not reach the gradient through a product.
     difference = torch.where(difference.isfinite(), difference, difference.detach())
-    value = _estimate(difference, kind.removesuffix("+"))
+    estimate = ESTIMATES.get(kind.removesuffix("+"))
+    if estimate is None:
+        known = ", ".join(ESTIMATES)
+        raise ValueError(f"KL kind {kind!r}: must be one of {known}, with or without '+'")
+    value = estimate(difference)
     if not kind.endswith("+"):
         return value
-    gradient = _estimate(difference, "k2")
+    gradient = _k2(difference)
     return gradient - gradient.detach() + value.detach()
 
 
-def _estimate(difference: Tensor, kind: str) -> Tensor:
-    match kind:
-        case "kl" | "k1":
-            return difference
-        case "abs":
-            return difference.abs()
-        case "mse" | "k2":
-            return 0.5 * difference.square()
-        case "low_var_kl" | "k3":
-            x = (-difference).clamp(-20.0, 20.0)
-            return (x.exp() - x - 1.0).clamp(-10.0, 10.0)
-    raise ValueError(
-        f"KL kind {kind!r}: must be kl, k1, abs, mse, k2, low_var_kl or k3, with or without '+'"
-    )
+def _k1(difference: Tensor) -> Tensor:
+    return difference
+
+
+def _k2(difference: Tensor) -> Tensor:
+    return 0.5 * difference.square()
+
+
+def _k3(difference: Tensor) -> Tensor:
+    x = (-difference).clamp(-20.0, 20.0)
+    return (x.exp() - x - 1.0).clamp(-10.0, 10.0)
+
+
+ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "kl": _k1,
+    "k1": _k1,
+    "abs": torch.abs,
+    "mse": _k2,
+    "k2": _k2,
+    "low_var_kl": _k3,
+    "k3": _k3,
+}
 
 
 def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, *, kl_coef: float) -> Tensor:

@@ -6,7 +6,6 @@ and backward passes in the same order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,10 +14,11 @@ from torch import Tensor, nn
 from ppo.batch import RolloutBatch, mini_batches
 from ppo.config import ActorConfig, Config, CriticConfig
 from ppo.kl import kl_estimate
-from ppo.losses import AggregationMode, policy_loss, rollout_probs_diff, token_weights, value_loss
+from ppo.losses import rollout_probs_diff, token_weights, value_loss
 from ppo.metrics import Metrics
 from ppo.models.learner import Learner
 from ppo.packing import Batcher, MicroBatch
+from ppo.policy_losses import POLICY_LOSSES, PolicyInputs
 
 
 class Part(NamedTuple):
@@ -61,66 +61,58 @@ def needs_old_logprobs(config: Config, num_mini_batches: int) -> bool:
     )
 
 
-def _parts(
-    learner: Learner,
-    batch: RolloutBatch,
-    indices: Sequence[int],
-    *,
-    mode: AggregationMode,
-    scale: float,
-    batcher: Batcher,
-    metrics: Metrics,
-) -> Iterator[Part]:
-    """This rank's micro-batches of one mini-batch, weighted by the mini-batch's global mask."""
-    world_size = batcher.mesh.dims.world_size
-    mask = torch.zeros_like(batch.response_mask)  # [B, T]
-    mask[indices] = batch.response_mask[indices]
-    weights = token_weights(
-        mask,
-        mode=mode,
-        num_tokens=max(1, int(mask.sum())),
-        num_seqs=max(1, int(mask.any(-1).sum())),
-        dp_size=world_size,
-        scale=scale,
-    )
-    plan = batcher.plan(batch, indices)
-    for number, sequences in enumerate(plan, start=1):
-        micro = batcher.make(batch, sequences)
-        total = micro.num_tokens + micro.num_padding
-        metrics.add("perf/padding_waste", micro.num_padding, total)
-        if batcher.mesh.dims.dp_replicate > 1:  # replicas are summed with the last one only
-            learner.module.set_requires_all_reduce(number == len(plan))  # pyright: ignore
-        yield Part(micro, micro.take(weights), world_size, 1.0 / (len(plan) * world_size))
+class _Update(NamedTuple):
+    """The update of one model in one iteration."""
 
+    learner: Learner
+    batch: RolloutBatch
+    section: ActorConfig | CriticConfig
+    config: Config
+    batcher: Batcher
+    metrics: Metrics
 
-def _update(
-    learner: Learner,
-    batch: RolloutBatch,
-    section: ActorConfig | CriticConfig,
-    config: Config,
-    batcher: Batcher,
-    metrics: Metrics,
-    step: int,
-    objective: Callable[[nn.Module, Part], Tensor],
-) -> None:
-    """All epochs and mini-batches: backward of each part's objective, then one optimizer step."""
-    metrics.set(f"{learner.name}/lr", learner.set_lr(step))
-    with learner.updating() as module:
-        for epoch in range(section.ppo_epochs):
-            for indices in epoch_mini_batches(
-                batch, section, seed=config.trainer.seed, step=step, epoch=epoch
-            ):
-                for part in _parts(
-                    learner,
-                    batch,
-                    indices,
-                    mode=section.loss_agg_mode,
-                    scale=config.data.max_response_length,
-                    batcher=batcher,
-                    metrics=metrics,
+    def run(self, step: int, objective: "Callable[[_Update, nn.Module, Part], Tensor]") -> None:
+        """All epochs and mini-batches: backward of the objectives, then one optimizer step.
+
+        A mini-batch without a token that counts is left out, on every rank: momentum and weight
+        decay would move the weights all the same.
+        """
+        learner, batch, metrics = self.learner, self.batch, self.metrics
+        metrics.set(f"{learner.name}/lr", learner.set_lr(step))
+        seed = self.config.trainer.seed
+        with learner.updating() as module:
+            for epoch in range(self.section.ppo_epochs):
+                for indices in epoch_mini_batches(
+                    batch, self.section, seed=seed, step=step, epoch=epoch
                 ):
-                    objective(module, part).backward()
-                metrics.add(f"{learner.name}/grad_norm", learner.step(), 1)
+                    if not batch.response_mask[indices].any():
+                        continue
+                    for part in self.parts(indices):
+                        objective(self, module, part).backward()
+                    metrics.add(f"{learner.name}/grad_norm", learner.step(), 1)
+
+    def parts(self, indices: Sequence[int]) -> Iterator[Part]:
+        """This rank's micro-batches of one mini-batch, weighted by the mini-batch's global mask."""
+        batch, batcher = self.batch, self.batcher
+        world_size = batcher.mesh.dims.world_size
+        mask = torch.zeros_like(batch.response_mask)  # [B, T]
+        mask[indices] = batch.response_mask[indices]
+        weights = token_weights(
+            mask,
+            mode=self.section.loss_agg_mode,
+            num_tokens=int(mask.sum()),
+            num_seqs=int(mask.any(-1).sum()),
+            dp_size=world_size,
+            scale=self.config.data.max_response_length,
+        )
+        plan = batcher.plan(batch, indices)
+        for number, sequences in enumerate(plan, start=1):
+            micro = batcher.make(batch, sequences)
+            total = micro.num_tokens + micro.num_padding
+            self.metrics.add("perf/padding_waste", micro.num_padding, total)
+            if batcher.mesh.dims.dp_replicate > 1:  # replicas are summed with the last one only
+                self.learner.module.set_requires_all_reduce(number == len(plan))  # pyright: ignore
+            yield Part(micro, micro.take(weights), world_size, 1.0 / (len(plan) * world_size))
 
 
 def update_actor(
@@ -131,9 +123,8 @@ def update_actor(
     metrics: Metrics,
     step: int,
 ) -> None:
-    """PPO's clipped policy update (arXiv 1707.06347, eq. 7) over all epochs and mini-batches."""
-    objective = partial(_policy_objective, batch=batch, config=config, metrics=metrics)
-    _update(actor, batch, config.actor, config, batcher, metrics, step, objective)
+    """PPO's policy update (arXiv 1707.06347, algorithm 1) over all epochs and mini-batches."""
+    _Update(actor, batch, config.actor, config, batcher, metrics).run(step, _policy_objective)
 
 
 def update_critic(
@@ -145,39 +136,32 @@ def update_critic(
     step: int,
 ) -> None:
     """Clipped value regression to the returns, over all epochs and mini-batches."""
-    objective = partial(_value_objective, batch=batch, config=config, metrics=metrics)
-    _update(critic, batch, config.critic, config, batcher, metrics, step, objective)
+    _Update(critic, batch, config.critic, config, batcher, metrics).run(step, _value_objective)
 
 
-def _policy_objective(
-    module: nn.Module, part: Part, batch: RolloutBatch, config: Config, metrics: Metrics
-) -> Tensor:
+def _policy_objective(update: _Update, module: nn.Module, part: Part) -> Tensor:
     """agg(L w) - entropy_coeff agg(H) + kl_loss_coef agg(KL) of one micro-batch, a scalar."""
-    section, micro, count = config.actor, part.micro, part.micro.labels.numel()
+    section, batch, metrics = update.config.actor, update.batch, update.metrics
+    micro, count = part.micro, part.micro.labels.numel()
     found = module(
         **micro.inputs,
         labels=micro.labels,
-        temperature=config.rollout.temperature,
+        temperature=update.config.rollout.temperature,
         with_entropy=section.entropy_coeff != 0 or batch.old_logprobs is None,
     )
     logprobs = found.logprobs  # [K]
     old = logprobs.detach() if batch.old_logprobs is None else micro.take(batch.old_logprobs)
     assert batch.advantages is not None
-    policy = policy_loss(
-        logprobs,
-        old,
-        micro.take(batch.advantages),
-        clip_low=section.clip_ratio_low,
-        clip_high=section.clip_ratio_high,
-        clip_c=section.clip_ratio_c,
+    policy = POLICY_LOSSES[section.policy_loss.loss_mode](
+        PolicyInputs(logprobs, old, micro.take(batch.advantages), keys=section)
     )
     per_token = policy.loss
     if batch.loss_weights is not None:
         per_token = per_token * micro.take(batch.loss_weights)
     loss = (per_token * part.weights).sum()
     part.log_loss(metrics, "actor/pg_loss", loss)
-    metrics.add("actor/pg_clipfrac", policy.clipped.sum(), count)
-    metrics.add("actor/pg_clipfrac_lower", policy.clipped_low.sum(), count)
+    for name, values in policy.metrics.items():
+        metrics.add(f"actor/{name}", values.sum(), count)
     metrics.add("actor/ppo_kl", kl_estimate(old, logprobs.detach(), "k1").sum(), count)
     metrics.add("actor/ppo_kl_k3", kl_estimate(old, logprobs.detach(), "k3").sum(), count)
     if batch.old_logprobs is None:
@@ -197,10 +181,9 @@ def _policy_objective(
     return loss
 
 
-def _value_objective(
-    module: nn.Module, part: Part, batch: RolloutBatch, config: Config, metrics: Metrics
-) -> Tensor:
+def _value_objective(update: _Update, module: nn.Module, part: Part) -> Tensor:
     """The aggregated value loss of one micro-batch, a scalar."""
+    batch, metrics = update.batch, update.metrics
     assert batch.values is not None and batch.returns is not None
     micro, count = part.micro, part.micro.labels.numel()
     values = module(**micro.inputs)  # [K]
@@ -208,7 +191,7 @@ def _value_objective(
         values,
         micro.take(batch.values),
         micro.take(batch.returns),
-        clip=config.critic.cliprange_value,
+        clip=update.config.critic.cliprange_value,
     )
     loss = (value.loss * part.weights).sum()
     part.log_loss(metrics, "critic/vf_loss", loss)

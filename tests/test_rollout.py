@@ -13,6 +13,7 @@ from ppo.data.dataset import Prompt
 from ppo.data.tokenizer import load_tokenizer
 from ppo.engines.choose import build_engine
 from ppo.engines.contract import Completion, SamplingParams
+from ppo.metrics import Metrics
 from ppo.models.tiny import build_tiny_model
 from ppo.rollout.generate import generate, make_requests, spread
 from ppo.run.run import Run
@@ -95,9 +96,13 @@ def completions_of(rank: int, world_size: int, folder: Path, tp: int) -> list[Co
     tokenizer = load_tokenizer(model_folder)
     params = SamplingParams(max_new_tokens=20, seed=3, stop_token_ids=tuple(range(30)))
     with Run(config, mesh, command=[]) as run:
-        engine = build_engine(config, mesh, model_folder, tokenizer, run.dir, module=module)
-        run.drive(engine.wake(module))
-        completions = generate(engine, make_prompts([3, 9, 4, 1, 6]), params, n=3, run=run)
+        engine = build_engine(
+            config, mesh, module, tokenizer, model_path=model_folder, run_dir=run.dir
+        )
+        run.drive(engine.wake())
+        prompts, metrics = make_prompts([3, 9, 4, 1, 6]), Metrics()
+        completions = generate(engine, prompts, params, n=3, run=run, metrics=metrics)
+        assert metrics.reduce(mesh.host_group)["rollout/tokens_per_s"] > 0
         engine.close()
     return completions
 

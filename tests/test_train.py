@@ -185,14 +185,17 @@ def test_every_estimator_without_a_critic_trains_on_what_it_is_defined_to_be(tmp
             members = [j for j in kept if first.group_ids[j] == first.group_ids[i]]
             others = [first.scores[j].item() for j in members if j != i]
             score = first.scores[i].item()
-            assert_advantage(batches["rloo"], i, score - (sum(others) / max(1, len(others))))
+            if not others:  # its siblings have failed: nothing to be compared with
+                for name in ("rloo", "opo", "reinforce_plus_plus_baseline"):
+                    assert_advantage(batches[name], i, 0.0)
+                continue
+            assert_advantage(batches["rloo"], i, score - sum(others) / len(others))
             lengths = [len(first.response_ids[j]) for j in members]
             weighted = sum(
                 first.scores[j].item() * n for j, n in zip(members, lengths, strict=True)
             ) / sum(lengths)
-            assert_advantage(batches["opo"], i, score - (weighted if others else 0.0))
-            mean = (sum(others) + score) / len(members)
-            centred[i] = score - (mean if others else 0.0)
+            assert_advantage(batches["opo"], i, score - weighted)
+            centred[i] = score - (sum(others) + score) / len(members)
         assert_whitened(batches["reinforce_plus_plus_baseline"], centred)
         # without a KL penalty and at gamma 1 the reward to go is the score
         assert_whitened(batches["reinforce_plus_plus"], {i: first.scores[i].item() for i in kept})
@@ -204,6 +207,9 @@ def test_every_estimator_without_a_critic_trains_on_what_it_is_defined_to_be(tmp
             if not remax.failed[i]:
                 difference = first.scores[i] - greedy.scores[group]
                 assert_advantage(remax, i, difference.item())
+    alone = len(kept) - len(centred)
+    for name in ("rloo", "opo", "reinforce_plus_plus_baseline"):
+        assert rows_of(tmp_path / name)[0]["reward/alone"] == alone
     row = rows_of(tmp_path / "remax")[0]
     assert row["reward/greedy_score"] > 0 and row["reward/failed"] == remax.failed.sum()
     assert "critic/vf_loss" not in row and row["actor/grad_norm"] > 0
@@ -225,8 +231,15 @@ def assert_whitened(batch: RolloutBatch, scores: dict[int, float]) -> None:
 
 
 @pytest.fixture(scope="module")
-def grpo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Rows of a run with GRPO and what else ppo_tiny.yaml leaves off, on two ranks."""
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Rows of runs on two ranks: with GRPO and what else ppo_tiny.yaml leaves off; of failures."""
+    folder = tmp_path_factory.mktemp("pair")
+    (folder / "reward.py").write_text("def compute_score(*sample, **more):\n    return 1 / 0\n")
+    failing = (
+        *(f"reward.function.path={folder / 'reward.py'}", "reward.max_failed_fraction=1"),
+        *("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=16", "data.val_files=[]"),
+        "trainer.total_training_steps=2",
+    )
     overrides = (
         "algorithm.adv_estimator=grpo",
         "rollout.n=2",
@@ -237,9 +250,14 @@ def grpo(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "trainer.total_training_steps=2",
         "trainer.save_freq=1",
     )
-    folder = tmp_path_factory.mktemp("grpo") / "run"
-    run_distributed(train_here, 2, [(str(folder), overrides)])
-    return rows_of(folder)
+    jobs = {"grpo": overrides, "failing": failing}
+    run_distributed(train_here, 2, [(str(folder / name), jobs[name]) for name in jobs])
+    return {name: rows_of(folder / name) for name in jobs}
+
+
+@pytest.fixture(scope="module")
+def grpo(pair: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return pair["grpo"]
 
 
 @pytest.mark.distributed
@@ -249,6 +267,14 @@ def test_grpo_trains_without_a_critic(grpo):
         assert "critic/vf_loss" not in row
         assert row["actor/kl_loss"] >= 0
         assert row["actor/grad_norm"] > 0
+
+
+@pytest.mark.distributed
+def test_a_step_in_which_every_sample_failed_takes_no_optimizer_step_and_follows_no_kl(pair):
+    assert len(pair["failing"]) == 2
+    for row in pair["failing"]:
+        assert row["reward/failed"] == 16
+        assert not {"actor/grad_norm", "critic/grad_norm", "actor/kl_coef"} & row.keys()
 
 
 # Metrics of ppo/README.md that the runs of this file do not have, and when there are any.

@@ -28,7 +28,10 @@ def mesh_lines(config: Config, dims: ParallelDims) -> Iterator[str]:
         f"  training    dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x sp {dims.sp}"
         f"   {strategy}, shards over {dims.shard_size} ranks"
     )
-    yield f"  generation  rollout_dp {dims.rollout_dp} x rollout_tp {dims.rollout_tp}"
+    yield (
+        f"  generation  rollout_dp {dims.rollout_dp} x rollout_tp {dims.rollout_tp}"
+        f"   engine {config.planned_engine}"
+    )
 
 
 def batch_lines(config: Config, dims: ParallelDims) -> Iterator[str]:

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ppo.config import Config, Problem
+from ppo.config import ENGINE_TRAITS, Config, Problem, RolloutConfig
 from ppo.data.columns import QUICK_ROWS, check_data_files, parse_row
 from ppo.data.rows import DataError, find_files, read_rows
 from ppo.model_shapes import config_json, file_of_model
@@ -34,16 +34,16 @@ def missing_files(config: Config) -> list[Problem]:
     if resume not in ("auto", "disable") and not _holds_checkpoint(Path(resume)):
         rule = "no checkpoint there" if Path(resume).is_dir() else "no such folder"
         found.append(Problem("trainer.resume_mode", resume, rule, "or use auto or disable"))
-    if config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        found.append(
-            Problem(
-                "rollout.engine",
-                "sglang",
-                "the package sglang is not installed",
-                "pip install -e '.[sglang]', or use rollout.engine=torch",
-            )
-        )
-    return found
+    return [*found, *_missing_package(config.rollout)]
+
+
+def _missing_package(rollout: RolloutConfig) -> Iterator[Problem]:
+    kind = rollout.engine_kind(cuda=True)
+    package = ENGINE_TRAITS[kind].package
+    if package is not None and importlib.util.find_spec(package) is None:
+        rule = f"the package {package} is not installed"
+        fix = f"pip install -e '.[{package}]', or use rollout.engine=auto"
+        yield Problem("rollout.engine", kind, rule, fix)
 
 
 def wrong_contents(config: Config) -> list[Problem]:

@@ -20,7 +20,7 @@ from ppo.check.memory_pass import (
     total,
     training_pass,
 )
-from ppo.config import ActorConfig, Config, CriticConfig
+from ppo.config import ENGINE_TRAITS, ActorConfig, Config, CriticConfig, EngineTraits
 from ppo.model_shapes import CONTEXT_MARGIN, ModelShape, sglang_memory
 from sharding.dims import ParallelDims
 
@@ -52,8 +52,12 @@ class Plan:
     shapes: Mapping[str, ModelShape]
     """by the name of the model: one for each of config.models"""
     cuda: bool
-    sglang: bool
     device_bytes: float
+
+    @property
+    def engine(self) -> EngineTraits:
+        """Of the engine that the run would have."""
+        return ENGINE_TRAITS[self.config.planned_engine]
 
     @property
     def actor(self) -> ModelShape:
@@ -127,7 +131,7 @@ def kv_cache(plan: Plan) -> tuple[int, float]:
     """(tokens, bytes) of an engine's KV cache on one rank."""
     rollout, tp = plan.config.rollout, plan.dims.rollout_tp
     itemsize = ITEM_BYTES[rollout.dtype]
-    if plan.sglang:
+    if plan.engine.own_processes:
         memory = sglang_memory(
             plan.actor,
             num_params=plan.actor.num_params,
@@ -148,14 +152,14 @@ def kv_cache(plan: Plan) -> tuple[int, float]:
 
 def kv_context(plan: Plan) -> int:
     """Tokens that the KV cache has to hold at least: one sequence, as the engine counts it."""
-    return plan.config.rollout.max_model_len + (CONTEXT_MARGIN if plan.sglang else 0)
+    return plan.config.rollout.max_model_len + (CONTEXT_MARGIN if plan.engine.own_processes else 0)
 
 
 def _resident(plan: Plan, *, with_params: str = "", with_optimizer: str = "") -> Iterator[Item]:
     """What rests on the device: all of a model, less what is offloaded and not in use."""
     if plan.cuda:
         yield Item("trainer's CUDA context and workspaces (assumed)", TRAINER_CONTEXT)
-        if plan.sglang:
+        if plan.engine.own_processes:
             yield Item("engine's CUDA context and graphs (assumed)", ENGINE_CONTEXT)
     for model in plan.models(trained=True):
         fsdp = model.fsdp
@@ -177,7 +181,7 @@ def _engine_weights(plan: Plan) -> float:
 
 def _engine_kept(plan: Plan) -> Iterator[Item]:
     """What an engine that does not give memory back holds while training."""
-    if plan.sglang and not plan.config.rollout.free_cache_engine:
+    if plan.engine.own_processes and not plan.config.rollout.free_cache_engine:
         yield Item("engine weights", _engine_weights(plan))
         yield Item("KV cache", kv_cache(plan)[1])
 
@@ -197,7 +201,7 @@ def _generate(plan: Plan) -> Iterator[Item]:
     yield from _resident(plan)
     yield Item("engine weights", _engine_weights(plan))
     yield Item("KV cache", kv_cache(plan)[1])
-    if not plan.sglang:
+    if not plan.engine.own_processes:
         rows = min(plan.config.rollout.max_num_seqs, plan.config.data.train_batch_size)
         yield Item("logits and sampling", 3 * rows * plan.actor.vocab_size * 4)
 

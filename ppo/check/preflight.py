@@ -124,13 +124,11 @@ def _unknown(role: ModelRole) -> Iterator[str]:
 
 def plan_of(config: Config, dims: ParallelDims, shapes: dict[str, ModelShape]) -> Plan:
     """What memory is predicted from, on the device that `check` describes."""
-    cuda = config.trainer.device != "cpu"
     return Plan(
         config=config,
         dims=dims,
         shapes=shapes,
-        cuda=cuda,
-        sglang=config.rollout.engine == "sglang" or (config.rollout.engine == "auto" and cuda),
+        cuda=config.trainer.device != "cpu",
         device_bytes=config.check.device_memory_gib * GIB,
     )
 

@@ -13,8 +13,6 @@ from ppo.rewards.contract import RewardError
 from ppo.rewards.function import functions_of
 from sharding.dims import ParallelDims
 
-# estimators whose baseline comes from the other responses to the prompt
-_COMPARING = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 # of apply_chat_template: they change what it returns, not what the template sees
 _CHAT_OPTIONS_OF_OURS = {
     *("tokenize", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
@@ -122,15 +120,15 @@ def _batch_sizes(config: Config) -> Iterator[Problem]:
 
 
 def _estimator(config: Config) -> Iterator[Problem]:
-    estimator = config.algorithm.adv_estimator
-    if estimator == "gae" and config.critic.enable is False:
+    estimator, needs = config.algorithm.adv_estimator, config.algorithm.needs
+    if needs.critic and config.critic.enable is False:
         yield Problem(
             "critic.enable",
             False,
-            "algorithm.adv_estimator gae needs a critic",
+            f"algorithm.adv_estimator {estimator} needs a critic",
             "leave it out, or use algorithm.adv_estimator=grpo",
         )
-    if estimator in _COMPARING and config.rollout.n == 1 and not config.trainer.val_only:
+    if needs.siblings and config.rollout.n == 1 and not config.trainer.val_only:
         yield Problem(
             "rollout.n",
             1,

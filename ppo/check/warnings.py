@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppo.config import Config, unusual_values
+from ppo.config import (
+    ENGINE_TRAITS,
+    ESTIMATOR_NEEDS,
+    AlgorithmConfig,
+    Config,
+    RolloutConfig,
+    unusual_values,
+)
 
 
 def config_warnings(config: Config, *, world_size: int) -> list[str]:
@@ -36,9 +43,10 @@ def _training(config: Config) -> Iterator[str]:
             f"model.dtype = {config.model.dtype}: master weights and Adam moments have no more "
             "digits than that, and small updates are rounded away"
         )
-    if config.algorithm.adv_estimator != "gae":
+    if not config.algorithm.needs.critic:
         if config.critic.enable:
-            yield "critic.enable has no effect: only algorithm.adv_estimator gae has a critic"
+            estimator = config.algorithm.adv_estimator
+            yield f"critic.enable has no effect: adv_estimator {estimator} has no critic"
         if config.trainer.critic_warmup:
             yield "trainer.critic_warmup has no effect without a critic"
     steps = config.trainer.total_training_steps
@@ -80,10 +88,11 @@ def _trained(config: Config) -> list[str]:
 def _algorithm(config: Config) -> Iterator[str]:
     algorithm, control = config.algorithm, config.algorithm.kl_ctrl
     estimator = algorithm.adv_estimator
-    if algorithm.gamma != 1 and estimator not in ("gae", "reinforce_plus_plus"):
-        yield f"algorithm.gamma has no effect with adv_estimator {estimator}"
-    if algorithm.lam != 1 and estimator != "gae":
-        yield f"algorithm.lam has no effect with adv_estimator {estimator}"
+    default = AlgorithmConfig()
+    for key in sorted({key for needs in ESTIMATOR_NEEDS.values() for key in needs.keys}):
+        unread = key not in algorithm.needs.keys
+        if unread and getattr(algorithm, key) != getattr(default, key):
+            yield f"algorithm.{key} has no effect with adv_estimator {estimator}"
     if algorithm.use_kl_in_reward and config.actor.use_kl_loss:
         yield "algorithm.use_kl_in_reward and actor.use_kl_loss: the KL penalty counts twice"
     if algorithm.use_kl_in_reward and control.type == "fixed" and control.kl_coef == 0:
@@ -118,13 +127,10 @@ def _rollout(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.val_kwargs.temperature == 0 and rollout.val_kwargs.n > 1:
         yield "rollout.val_kwargs.n > 1 at temperature 0 makes equal responses"
-    if rollout.engine == "torch":
-        if rollout.engine_kwargs:
-            yield "rollout.engine_kwargs has no effect with rollout.engine torch"
-        if rollout.enforce_eager:
-            yield "rollout.enforce_eager has no effect with rollout.engine torch"
-        if not rollout.free_cache_engine:
-            yield "rollout.free_cache_engine has no effect: rollout.engine torch always frees"
+    engine, default = config.planned_engine, RolloutConfig()
+    for key in ENGINE_TRAITS[engine].unused:
+        if getattr(rollout, key) != getattr(default, key):
+            yield f"rollout.{key} has no effect with rollout.engine {engine}"
     if config.parallel.align_to_rollout and rollout.tensor_model_parallel_size == 1:
         yield ("parallel.align_to_rollout has no effect with rollout.tensor_model_parallel_size 1")
 

@@ -17,7 +17,12 @@ from ppo.config.root import Config, ModelRole
 from ppo.config.schema import flatten as values_of
 from ppo.config.schema import with_values
 from ppo.config.sections.actor import ActorConfig, CriticConfig, LossAggMode, RefConfig
-from ppo.config.sections.algorithm import AlgorithmConfig, KlControlConfig
+from ppo.config.sections.algorithm import (
+    ESTIMATOR_NEEDS,
+    AdvEstimator,
+    AlgorithmConfig,
+    KlControlConfig,
+)
 from ppo.config.sections.data import CustomClassConfig, DataConfig
 from ppo.config.sections.model import (
     FsdpConfig,
@@ -27,11 +32,14 @@ from ppo.config.sections.model import (
     ParallelConfig,
 )
 from ppo.config.sections.reward import RewardConfig, RewardFunctionConfig
-from ppo.config.sections.rollout import RolloutConfig
+from ppo.config.sections.rollout import ENGINE_TRAITS, EngineTraits, RolloutConfig
 from ppo.config.sections.trainer import CheckConfig, TrainerConfig
 
 __all__ = [
+    "ENGINE_TRAITS",
+    "ESTIMATOR_NEEDS",
     "ActorConfig",
+    "AdvEstimator",
     "AlgorithmConfig",
     "CheckConfig",
     "CommandLine",
@@ -40,6 +48,7 @@ __all__ = [
     "CriticConfig",
     "CustomClassConfig",
     "DataConfig",
+    "EngineTraits",
     "FsdpConfig",
     "KlControlConfig",
     "LossAggMode",

@@ -16,7 +16,7 @@ from ppo.config.sections.algorithm import AlgorithmConfig
 from ppo.config.sections.data import DataConfig
 from ppo.config.sections.model import FsdpConfig, ModelConfig, ParallelConfig
 from ppo.config.sections.reward import RewardConfig
-from ppo.config.sections.rollout import RolloutConfig
+from ppo.config.sections.rollout import EngineKind, RolloutConfig
 from ppo.config.sections.trainer import CheckConfig, TrainerConfig
 from sharding.dims import ParallelDims
 
@@ -65,13 +65,19 @@ class Config(Section):
 
     @property
     def critic_enabled(self) -> bool:
-        """Whether a value model is trained: only GAE uses one."""
-        return self.algorithm.adv_estimator == "gae" and self.critic.enable is not False
+        """Whether a value model is trained: where the estimator needs one."""
+        return self.algorithm.needs.critic and self.critic.enable is not False
 
     @property
     def ref_enabled(self) -> bool:
         """Whether a frozen reference is loaded: for KL in the reward or in the loss."""
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+
+    @property
+    def planned_engine(self) -> EngineKind:
+        """The engine on a machine that has the devices and packages that a run hopes for."""
+        cuda = self.trainer.device != "cpu"
+        return self.rollout.engine_kind(cuda=cuda, installed=lambda package: True)
 
     @property
     def models(self) -> dict[str, ModelRole]:

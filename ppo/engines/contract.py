@@ -1,14 +1,12 @@
-"""What rollout.py expects of an engine, as data and one protocol.
+"""What ppo/rollout/ expects of an engine, as data and one protocol.
 
 Owns the request and completion types and the order of calls. Must not know any engine, the
 trainer's loop or how requests are spread over replicas.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
-
-from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,21 +69,28 @@ class Completion(NamedTuple):
     """`stop` (stop token or text) or `length` (max_new_tokens or max_model_len)."""
 
 
-class Engine(Protocol):
-    """One replica's engine: all ranks of a rollout group make the same calls in the same order.
+class Generated(NamedTuple):
+    """What a generation has made, on this rank.
 
-    The legal order is wake, generate any number of times, release; then wake again. The iterators
-    do their work while they are advanced and give control back at least about every half second,
-    so that the caller can look for stop requests; the caller may abandon them. `Run.drive`
-    advances them.
+    Every rank of the rollout group may have it, or its leader alone; the others have nothing then.
     """
 
     completions: list[Completion]
-    """Result of the last generate that was driven to its end, in the order of its requests."""
-    stats: dict[str, float]
-    """Metrics of the last wake (reshard/*) and generate (rollout/*)."""
+    """in the order of the requests"""
+    metrics: dict[str, float]
+    """rollout/* of this generation"""
 
-    def start(self) -> Iterator[None]:
+
+class Engine(Protocol):
+    """One replica's engine, built for one FSDP2-sharded module with HF parameter names.
+
+    All ranks of a rollout group make the same calls in the same order: wake, generate any number of
+    times, release; then wake again. The iterators do their work while they are advanced and give
+    control back at least about every half second, so that the caller can look for stop requests;
+    the caller may abandon them. `Run.drive` advances them and gives what they return.
+    """
+
+    def start(self) -> Generator[None, None, None]:
         """Waits until the engine is up and has given its memory back; `wake` does it otherwise.
 
         Some engines size their cache by what is free when they start: the caller may hold more
@@ -93,18 +98,20 @@ class Engine(Protocol):
         """
         ...
 
-    def wake(self, module: nn.Module, loaded: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Takes memory and loads the weights of `module` (FSDP2-sharded, HF parameter names).
+    def wake(
+        self, loaded: Callable[[], None] = lambda: None
+    ) -> Generator[None, None, dict[str, float]]:
+        """Takes memory and loads the weights of the module; returns the metrics reshard/*.
 
-        `loaded` is called when `module` has been read, before the KV cache takes its memory.
+        `loaded` is called when the module has been read, before the KV cache takes its memory.
         Collective over the shard group: every rank has to advance it the same number of times.
         """
         ...
 
     def generate(
         self, requests: Sequence[Request], params: SamplingParams
-    ) -> Iterator[float | None]:
-        """Fills `completions`; yields the share that is done, or None where it is not known.
+    ) -> Generator[float | None, None, Generated]:
+        """Yields the share that is done, or None where it is not known.
 
         Raises ValueError for a request that the engine cannot serve.
         """

@@ -28,23 +28,24 @@ class Collector:
 
     config: Config
     run: Run
+    actor: Model
     engine: Engine
     stop_token_ids: tuple[int, ...]
 
     @contextmanager
-    def awake(self, model: Model, metrics: Metrics) -> Iterator[None]:
-        """The engine with the weights of `model`; its memory is given back afterwards."""
+    def awake(self, metrics: Metrics) -> Iterator[None]:
+        """The engine with the actor's weights; its memory is given back afterwards."""
         try:
             with metrics.timed("reshard"), ExitStack() as resident:
                 self.run.drive(self.engine.start())
-                module = resident.enter_context(model.on_device())
-                self.run.drive(self.engine.wake(module, loaded=resident.close))
+                resident.enter_context(self.actor.on_device())
+                found = self.run.drive(self.engine.wake(loaded=resident.close))
+            for name, value in found.items():
+                metrics.add(name, value, 1)
             yield
         finally:
             with metrics.timed("release"):
                 self.engine.release()
-        for name, value in self.engine.stats.items():
-            metrics.add(name, value, 1)
 
     def validation_params(self, step: int) -> SamplingParams:
         """Sampling of the validation after `step` iterations."""
@@ -64,21 +65,26 @@ class Collector:
             step=step,
         )
 
-    def sample_training(self, prompts: Sequence[Prompt], step: int) -> RolloutBatch:
-        """rollout.n responses to each prompt for iteration `step`, with ReMax's greedy ones."""
+    def sample_training(
+        self, prompts: Sequence[Prompt], metrics: Metrics, step: int
+    ) -> RolloutBatch:
+        """rollout.n responses to each prompt for iteration `step`, and greedy ones where needed."""
         rollout = self.config.rollout
         params = self._params(
             step, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
         )
-        batch = self.sample(prompts, params, rollout.n)
-        if self.config.algorithm.adv_estimator == "remax":
+        batch = self.sample(prompts, params, rollout.n, metrics)
+        if self.config.algorithm.needs.greedy:
             greedy = self._params(step, temperature=0.0, top_p=1.0, top_k=-1)
-            batch.greedy = self.sample(prompts, greedy, 1)
+            batch.greedy = self.sample(prompts, greedy, 1, metrics)
         return batch
 
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> RolloutBatch:
+    def sample(
+        self, prompts: Sequence[Prompt], params: SamplingParams, n: int, metrics: Metrics
+    ) -> RolloutBatch:
         """n responses to each prompt, in prompt-major order."""
-        return make_batch(prompts, generate(self.engine, prompts, params, n=n, run=self.run))
+        completions = generate(self.engine, prompts, params, n=n, run=self.run, metrics=metrics)
+        return make_batch(prompts, completions)
 
 
 @contextmanager
@@ -87,11 +93,14 @@ def open_collector(
 ) -> Iterator[Collector]:
     """Start the engine, asleep."""
     folder = model_folder(config.model.path, run.mesh, run.dir)
-    engine = build_engine(config, run.mesh, folder, prompts.tokenizer, run.dir, module=actor.module)
+    engine = build_engine(
+        config, run.mesh, actor.module, prompts.tokenizer, model_path=folder, run_dir=run.dir
+    )
     with closing(engine):
         yield Collector(
             config=config,
             run=run,
+            actor=actor,
             engine=engine,
             stop_token_ids=_stop_token_ids(prompts, folder),
         )

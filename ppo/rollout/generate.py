@@ -10,6 +10,7 @@ import numpy as np
 
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion, Engine, Request, SamplingParams
+from ppo.metrics import Metrics
 from ppo.run.run import Run
 from sharding.agree import gather
 from sharding.mesh import Mesh
@@ -21,20 +22,29 @@ _MAX_IMBALANCE = 1.1
 
 
 def generate(
-    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, *, n: int, run: Run
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    n: int,
+    run: Run,
+    metrics: Metrics,
 ) -> list[Completion]:
     """n completions of each prompt, on every rank: number i is sample i % n of prompt i // n.
 
-    Collective over all ranks. Raises StopRequested, or RuntimeError when an engine fails or a
-    prompt is too long, on all ranks alike.
+    The engine's metrics are added to `metrics`. Collective over all ranks. Raises StopRequested,
+    or RuntimeError when an engine fails or a prompt is too long, on all ranks alike.
     """
     mesh = run.mesh
     requests = make_requests(prompts, n)
     lengths = [len(prompt.prompt_ids) + params.max_new_tokens / 2 for prompt in prompts]
     shares = spread(lengths, n=n, replicas=mesh.dims.rollout_dp)
     share = shares[mesh.rollout_dp_rank]
-    run.drive(engine.generate([requests[i] for i in share], params), label="generate")
-    completions = _gather(engine.completions, shares, mesh)
+    work = engine.generate([requests[i] for i in share], params)
+    generated = run.drive(work, label="generate")
+    for name, value in generated.metrics.items():
+        metrics.add(name, value, 1)
+    completions = _gather(generated.completions, shares, mesh)
     return [completions[s * len(prompts) + p] for p in range(len(prompts)) for s in range(n)]
 
 

@@ -5,7 +5,7 @@ or training. Every method is called by every rank and leaves the same batch on e
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -170,14 +170,12 @@ class Scorer:
         """
         mesh = self.run.mesh
         share = range(mesh.node_rank, len(texts), mesh.dims.nodes) if self.pool else range(0)
-        mine: dict[int, RewardResult] = {}
-        problem: str | None = None
 
-        def work() -> Iterator[None]:
-            nonlocal problem
+        def work() -> Generator[None, None, tuple[dict[int, RewardResult], str | None]]:
             if self.pool is None:
-                return
+                return {}, None
             job = self.pool.submit([reward_request(batch.prompts[i], texts[i]) for i in share])
+            problem = None
             try:
                 while not job.poll(0.5):
                     if problem := self._too_many(len(job.failures), len(texts)):
@@ -185,10 +183,9 @@ class Scorer:
                     yield
             except RewardError as error:
                 problem = str(error)
-            mine.update((share[index], result) for index, result in job.finished.items())
+            return {share[index]: result for index, result in job.finished.items()}, problem
 
-        self.run.drive(work(), label="score")
-        parts = gather((mine, problem), mesh.host_group)
+        parts = gather(self.run.drive(work(), label="score"), mesh.host_group)
         merged = {index: result for part, _ in parts for index, result in part.items()}
         results = [merged.get(index, NOT_SCORED) for index in range(len(texts))]
         return results, next((problem for _, problem in parts if problem is not None), None)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from ppo.data.dataset import Prompt
 from ppo.metrics import Metrics
-from ppo.models.learner import Model
 from ppo.rollout.collector import Collector
 from ppo.rollout.samples import mean_scores, sample_rows
 from ppo.rollout.scoring import RewardsFailed, Scorer
@@ -21,7 +20,6 @@ def validate(
     collector: Collector,
     scorer: Scorer,
     prompts: Sequence[Prompt],
-    actor: Model,
     tracker: Tracker,
     metrics: Metrics,
     *,
@@ -34,7 +32,7 @@ def validate(
     def keep(rows: Sequence[Mapping[str, Any]]) -> None:
         tracker.samples(step, rows, split="val", num_text=num_text)
 
-    rows = sample_and_score(collector, scorer, prompts, actor, step=step, keep=keep)
+    rows = sample_and_score(collector, scorer, prompts, step=step, keep=keep)
     for source, score in mean_scores(rows).items():
         metrics.set(f"val-core/{source}/reward/mean@{config.rollout.val_kwargs.n}", score)
 
@@ -43,7 +41,6 @@ def sample_and_score(
     collector: Collector,
     scorer: Scorer,
     prompts: Sequence[Prompt],
-    actor: Model,
     *,
     step: int,
     keep: Callable[[Sequence[Mapping[str, Any]]], None],
@@ -57,9 +54,9 @@ def sample_and_score(
     config, ignored = collector.config, Metrics()  # its times and rewards are not the step's
     n, size = config.rollout.val_kwargs.n, config.data.val_batch_size or len(prompts)
     params = collector.validation_params(step)
-    with collector.awake(actor, ignored):
+    with collector.awake(ignored):
         batches = [
-            collector.sample(prompts[start : start + size], params, n)
+            collector.sample(prompts[start : start + size], params, n, ignored)
             for start in range(0, len(prompts), size)
         ]
     failure = None

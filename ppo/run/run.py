@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
-_END = object()
+Result = TypeVar("Result")
 # Index = code that is all-reduced by maximum; 0: go on.
 STOP_REASONS = ("", "SIGTERM", "SIGUSR1", "STOP file", "trainer.max_wall_time")
 
@@ -166,8 +167,10 @@ class Run:
         if found := errors_by_rank(error, self.mesh.host_group):
             raise ConfigError([Problem("", None, text) for text in found]) from error
 
-    def drive(self, work: Iterator[object], *, label: str = "") -> None:
+    def drive(self, work: Generator[object, None, Result], *, label: str = "") -> Result:
         """Collective: run `work` to its end on every rank, one step at a time, polls between.
+
+        Returns what `work` returns on this rank.
 
         `work` yields about every half second. All ranks take their n-th step between the same two
         polls, so that a step may hold collectives, if the ranks that join them agree on the step.
@@ -178,26 +181,26 @@ class Run:
             what `poll` does; an exception in `work` becomes a RuntimeError on every rank.
         """
         failure: Exception | None = None
-        finished = False
+        finished, result = False, None
         bar = progress_bar(label, enabled=label != "" and self.mesh.rank == 0)
         try:
             while True:
                 if not finished:
                     try:
-                        step = next(work, _END)
-                        finished = step is _END
+                        step = next(work)
                         bar.update(step - bar.n if isinstance(step, float) else 0.0)
+                    except StopIteration as end:
+                        finished, result = True, end.value
                     except Exception as exception:  # raised again by poll, on every rank
                         failure, finished = exception, True
                 bar.refresh()
                 if self.poll(finished, _describe(failure)):
-                    return
+                    return cast("Result", result)
         except RuntimeError as gathered:
             raise gathered from failure
         finally:
             bar.close()
-            if close := getattr(work, "close", None):
-                close()
+            work.close()
 
     def __exit__(
         self,

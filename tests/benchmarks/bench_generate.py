@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StoppingCriteria
 
+from ppo.config import RolloutConfig
 from ppo.engines.contract import Request, SamplingParams
 from ppo.engines.embedded.engine import TorchEngine
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
+from tests.ppo.engines.drive import drive
 
 CPU = torch.device("cpu")
 TARGET = 1.2
@@ -61,9 +63,8 @@ def make_requests(batch: int, vocab_size: int) -> list[Request]:
 
 def engine_generate(engine: TorchEngine, requests: list[Request], params: SamplingParams) -> Tensor:
     """Lengths of the responses."""
-    for _ in engine.generate(requests, params):
-        pass
-    return torch.tensor([len(completion.response_ids) for completion in engine.completions])
+    completions = drive(engine.generate(requests, params)).completions
+    return torch.tensor([len(completion.response_ids) for completion in completions])
 
 
 def transformers_generate(model: Any, requests: list[Request], lengths: Tensor) -> None:
@@ -113,18 +114,17 @@ def main() -> None:
     params = SamplingParams(max_new_tokens=args.max_new_tokens, stop_token_ids=stops)
     with init_distributed(CPU):
         engine = TorchEngine(
-            config,
+            model,
             build_mesh(ParallelDims(world_size=1, ranks_per_node=1), CPU),
             None,
-            dtype=dtype,
-            max_model_len=64 + args.max_new_tokens,
-            max_num_seqs=args.batch,
-            max_num_batched_tokens=8192,
-            reshard_bucket_mib=64,
-            gpu_memory_utilization=0.6,
+            RolloutConfig(
+                dtype=args.dtype,
+                max_model_len=64 + args.max_new_tokens,
+                max_num_seqs=args.batch,
+                reshard_bucket_mib=64,
+            ),
         )
-        for _ in engine.wake(model):
-            pass
+        drive(engine.wake())
         lengths = engine_generate(engine, requests, params)
         ours, theirs = [], []
         for _ in range(args.repeats):

@@ -1,6 +1,7 @@
 """Losses against plain Python on single numbers, and numbers worked out by hand."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -16,13 +17,7 @@ from ppo.losses import (
     value_loss,
 )
 
-MODES: list[AggregationMode] = [
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-]
+MODES: tuple[AggregationMode, ...] = get_args(AggregationMode)
 NAN = math.nan
 LOSS = torch.tensor([[1.0, 2.0, 3.0, NAN], [5.0, math.inf, NAN, NAN], [NAN] * 4])
 MASK = torch.tensor([[True, True, True, False], [True, False, False, False], [False] * 4])

@@ -188,6 +188,7 @@ def update_all(
     rank: int, world_size: int, actor: Path, critic: Path, batch: RolloutBatch
 ) -> list[Any]:
     """(actor's, critic's) outcome of each case; only the first rank's travel back."""
+    check_that_failures_take_no_step(actor, critic, batch)
     results = []
     for case in CASES:
         weights = batch.loss_weights if case.regularised else None
@@ -196,6 +197,17 @@ def update_all(
             (updated(update_actor, case, actor, mine), updated(update_critic, case, critic, mine))
         )
     return results if rank == 0 else []
+
+
+def check_that_failures_take_no_step(actor: Path, critic: Path, batch: RolloutBatch) -> None:
+    """A mini-batch whose samples all failed: momentum and weight decay must not move weights."""
+    for failed, steps in ((plain.MINI_BATCHES[1], 1), (range(len(plain.RESPONSES)), 0)):
+        mask = batch.response_mask.clone()
+        mask[list(failed)] = False
+        for update, path in ((update_actor, actor), (update_critic, critic)):
+            values, taken = updated(update, CASES[6], path, replace(batch, response_mask=mask))
+            assert len(taken) == steps
+            assert (f"{path.name}/grad_norm" in values) == (steps > 0)
 
 
 def assert_same(

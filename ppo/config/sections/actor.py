@@ -19,6 +19,7 @@ from ppo.config.bounds import (
     TokenBudget,
 )
 from ppo.config.fields import MayChange, Section, derived, inherits
+from ppo.config.sections.algorithm import KlKind
 from ppo.config.sections.model import (
     FsdpConfig,
     OptimConfig,
@@ -31,10 +32,8 @@ LossAggMode = Literal[
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 ]
-KlLossKind = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
-    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
-]  # fmt: skip
+KlLossKind = Literal[KlKind, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
+LossMode = Literal["vanilla"]
 ClipRatio = Annotated[float, Bound(gt=0, lt=1, usual=(1e-4, 0.5))]
 Threshold = Annotated[float, Bound(ge=1e-6, le=1e9, usual=(0.01, 1e9))]
 Epochs = Annotated[int, Bound(ge=1, le=1000, usual=(1, 20))]
@@ -50,6 +49,14 @@ class CheckpointConfig(Section):
     )
     """model and extra are always saved; without optimizer a resumed run starts with new Adam
     moments; hf_model adds a folder for transformers (of a critic: a classifier with one label)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossConfig(Section):
+    """Which formula the policy loss is."""
+
+    loss_mode: LossMode = "vanilla"
+    """PPO's clipped surrogate, with the dual clip"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +90,8 @@ class ActorConfig(Section):
     """upper epsilon; null = clip_ratio"""
     clip_ratio_c: Annotated[float, Bound(gt=1, le=1e9)] = 3.0
     """dual clip: bound of the loss for negative advantages"""
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    """formula of the loss"""
     loss_agg_mode: LossAggMode = "token-mean"
     """how token losses become one number"""
     entropy_coeff: Annotated[float, Bound(ge=-10, le=10, usual=(-0.1, 0.1))] = 0.0
@@ -130,7 +139,7 @@ class CriticConfig(Section):
     """The value model and its update; a key that is null follows the actor's."""
 
     enable: bool | None = None
-    """null = only for adv_estimator gae"""
+    """null = where algorithm.adv_estimator has one (gae)"""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     """where it starts from"""
     optim: OptimConfig = inherits(OptimConfig, "actor.optim", lr=1e-5)

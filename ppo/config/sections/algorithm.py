@@ -1,9 +1,9 @@
-"""Section algorithm."""
+"""Section algorithm, and what each advantage estimator needs of a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from ppo.config.bounds import Bound, Coefficient, Positive, PositiveInt
 from ppo.config.fields import Section
@@ -17,6 +17,30 @@ AdvEstimator = Literal[
     "remax",
     "opo",
 ]
+
+
+class EstimatorNeeds(NamedTuple):
+    """What checks, generation and the loop know of an estimator; ppo/estimators.py computes it."""
+
+    critic: bool = False
+    """a value model"""
+    siblings: bool = False
+    """other responses to the same prompt to compare with: rollout.n > 1"""
+    greedy: bool = False
+    """one greedy response more per prompt"""
+    keys: tuple[str, ...] = ()
+    """keys of this section that only some estimators read, and this one does"""
+
+
+ESTIMATOR_NEEDS: dict[AdvEstimator, EstimatorNeeds] = {
+    "gae": EstimatorNeeds(critic=True, keys=("gamma", "lam")),
+    "grpo": EstimatorNeeds(siblings=True, keys=("norm_adv_by_std_in_grpo",)),
+    "rloo": EstimatorNeeds(siblings=True),
+    "reinforce_plus_plus": EstimatorNeeds(keys=("gamma",)),
+    "reinforce_plus_plus_baseline": EstimatorNeeds(siblings=True),
+    "remax": EstimatorNeeds(greedy=True),
+    "opo": EstimatorNeeds(siblings=True),
+}
 KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 
 
@@ -71,3 +95,8 @@ class AlgorithmConfig(Section):
     """its coefficient"""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     """importance weights against the mismatch of engine and trainer"""
+
+    @property
+    def needs(self) -> EstimatorNeeds:
+        """What adv_estimator needs of the run."""
+        return ESTIMATOR_NEEDS[self.adv_estimator]

@@ -1,9 +1,11 @@
-"""Section rollout."""
+"""Section rollout, and what the rest of the program has to know of each engine."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from ppo.config.bounds import (
     Bound,
@@ -18,6 +20,30 @@ from ppo.config.bounds import (
 )
 from ppo.config.fields import MayChange, Section, derived
 from ppo.config.sections.model import Dtype
+
+EngineKind = Literal["sglang", "torch"]
+
+
+class EngineTraits(NamedTuple):
+    """What checks, memory plan and choice know of an engine without importing it."""
+
+    package: str | None = None
+    """Python package that it needs; pip installs it as the extra of that name"""
+    auto_on_cpu: bool = False
+    """rollout.engine=auto may mean it where there is no CUDA"""
+    own_processes: bool = False
+    """lives outside of the trainer's processes, with CUDA contexts of its own and a KV cache that
+    fills rollout.gpu_memory_utilization"""
+    unused: tuple[str, ...] = ()
+    """keys of this section that have no effect with it"""
+
+
+ENGINE_TRAITS: dict[EngineKind, EngineTraits] = {  # auto is the first one that fits
+    "sglang": EngineTraits(package="sglang", own_processes=True),
+    "torch": EngineTraits(
+        auto_on_cpu=True, unused=("engine_kwargs", "enforce_eager", "free_cache_engine")
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +62,7 @@ class ValKwargsConfig(Section):
 class RolloutConfig(Section):
     """Generation: engine, sampling, memory."""
 
-    engine: Literal["auto", "sglang", "torch"] = "auto"
+    engine: Literal["auto", EngineKind] = "auto"
     """auto = SGLang where CUDA and sglang are present, else the embedded torch engine"""
     n: Samples = 1
     """responses per prompt"""
@@ -80,3 +106,22 @@ class RolloutConfig(Section):
     """passed on to sglang.Engine"""
     val_kwargs: MayChange[ValKwargsConfig] = field(default_factory=ValKwargsConfig)
     """sampling in validation"""
+
+    def engine_kind(
+        self, *, cuda: bool, installed: Callable[[str], object] = importlib.util.find_spec
+    ) -> EngineKind:
+        """The engine that `engine` means; auto is the first that this device and machine allow."""
+        if self.engine != "auto":
+            return self.engine
+        return next(
+            kind
+            for kind, traits in ENGINE_TRAITS.items()
+            if (cuda or traits.auto_on_cpu)
+            and (traits.package is None or installed(traits.package))
+        )
+
+    def verifies(self, num_syncs: int) -> bool:
+        """Whether the weights of a sync are compared, of which there were `num_syncs` before."""
+        if isinstance(self.verify_weights, int):
+            return num_syncs % self.verify_weights == 0
+        return self.verify_weights == "first" and num_syncs == 0

@@ -88,7 +88,7 @@ ADVICE = {
     "trainer.nnodes": "torchrun --nnodes says it (for --check: check.nnodes); remove it",
     "trainer.n_gpus_per_node": "torchrun --nproc_per_node says it (for --check: "
     "check.nproc_per_node); remove it",
-    "rollout.name": "use rollout.engine (auto, sglang, torch)",
+    "rollout.name": "use rollout.engine",
     "rollout.do_sample": "use rollout.temperature (0 = greedy)",
     "rollout.val_kwargs.do_sample": "use rollout.val_kwargs.temperature (0 = greedy)",
     "rollout.engine_kwargs.vllm": "vLLM is not built in; rollout.engine_kwargs are sglang.Engine's",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,13 @@ import torch
 from torch import nn
 
 from ppo.config import Config
-from ppo.engines.contract import Completion, Request, SamplingParams, check_requests
+from ppo.engines.contract import (
+    Completion,
+    Generated,
+    Request,
+    SamplingParams,
+    check_requests,
+)
 from ppo.engines.sglang import args as sglang_args
 from ppo.engines.sglang.process import EngineError, HostProcess
 from ppo.engines.sglang.sync import WeightSync
@@ -52,7 +58,7 @@ class EngineState(Enum):
 class SGLangEngine:
     """The engine of one rollout group, as each of its ranks sees it.
 
-    `completions` and rollout/* in `stats` are filled on the leader (`is_leader`) alone.
+    What `generate` returns is whole on the leader (`is_leader`) and empty elsewhere.
     """
 
     def __init__(
@@ -72,9 +78,7 @@ class SGLangEngine:
         """
         self.config, self.mesh, self.rollout = config, mesh, config.rollout
         self.is_leader = mesh.rollout_tp_rank == 0
-        self.completions: list[Completion] = []
-        self.stats: dict[str, float] = {}
-        self._module, self._syncs = module, 0
+        self._num_syncs = 0
         self._state, self._host = EngineState.STARTING, None
         self._memory = sglang_args.plan_memory(
             self.rollout,
@@ -104,7 +108,7 @@ class SGLangEngine:
             log = log_dir / f"engine_{mesh.rank:04d}.log"
             self._host = HostProcess(settings, rank=mesh.rank, log=log)
 
-    def start(self) -> Iterator[None]:
+    def start(self) -> Generator[None, None, None]:
         """Wait on the leaders until the engine is up; check its KV cache, release its memory."""
         if self._state is not EngineState.STARTING:
             return
@@ -123,12 +127,13 @@ class SGLangEngine:
                 self._ask("release", {"tags": [KV_CACHE, WEIGHTS]})
         self._state = EngineState.RELEASED if self.rollout.free_cache_engine else EngineState.STALE
 
-    def wake(self, module: nn.Module, loaded: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def wake(
+        self, loaded: Callable[[], None] = lambda: None
+    ) -> Generator[None, None, dict[str, float]]:
         """Map the weights, load and verify them, map the KV cache.
 
-        ``module`` is the one that the engine was built for. Every rank yields at the same times.
+        Every rank yields at the same times.
         """
-        assert module is self._module, "the plan of the reshard is another module's"
         starting = self.start()
         while not all(self._agree(lambda: next(starting, _END) is _END)):
             yield
@@ -136,32 +141,28 @@ class SGLangEngine:
             f"wake in state {self._state}"
         )
         self._resume(WEIGHTS, self._memory.weight_bytes)
-        self._load()
+        metrics = self._load()
         loaded()
         if not self.rollout.free_cache_engine:  # release has emptied the prefix cache otherwise
             self._agree(lambda: self._ask_leader("flush", {}))
         self._resume(KV_CACHE, self._memory.kv_bytes)
         self._state = EngineState.AWAKE
         yield
+        return metrics
 
-    def _load(self) -> None:
+    def _load(self) -> dict[str, float]:
         """One sync; checksums and, where they differ, a second pass that names both values."""
         ask = self._ask if self.is_leader else None
-        due = self._verify_due()
+        due = self.rollout.verifies(self._num_syncs)
         self._raise(self._sync.run(ask, action="load", checked=due))
-        self.stats = self._sync.stats()
-        self._syncs += 1
+        metrics = self._sync.stats()
+        self._num_syncs += 1
         if due and (self._sync.whole or any(self._agree(lambda: self._sync.differing))):
             self._raise(self._sync.run(ask, action="verify"))
             self._raise([f"checksums differ: {name}" for name in self._sync.differing])
         if due:
             logger.info("the weights of SGLang and of the trainer are equal")
-
-    def _verify_due(self) -> bool:
-        every = self.rollout.verify_weights
-        if isinstance(every, int):
-            return self._syncs % every == 0
-        return every == "first" and self._syncs == 0
+        return metrics
 
     def _resume(self, tag: str, num_bytes: int) -> None:
         """Map released memory again, when every rank of the group has emptied its own cache."""
@@ -186,15 +187,16 @@ class SGLangEngine:
                 "rollout.gpu_memory_utilization, or offload parameters and optimizer"
             )
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams) -> Iterator[None]:
-        """Fill `completions` on the leader; the other ranks have nothing to wait for."""
+    def generate(
+        self, requests: Sequence[Request], params: SamplingParams
+    ) -> Generator[None, None, Generated]:
+        """The leader gets the completions; the other ranks have nothing to wait for."""
         assert self._state is EngineState.AWAKE, f"generate in state {self._state}"
         check_requests(requests, max_model_len=self.rollout.max_model_len)
         if params.stop and not self.rollout.stop:
             raise ValueError("texts that end a response have to be in rollout.stop from the start")
-        self.completions = []
         if self._host is None or not requests:
-            return
+            return Generated([], {})
         started = time.monotonic()
         call = self._host.submit(
             "generate",
@@ -207,8 +209,10 @@ class SGLangEngine:
         except GeneratorExit:
             self._host.abort()
             raise
-        self.completions = [Completion(*output) for output in reply["outputs"]]
-        self.stats |= self._generation_stats(reply, time.monotonic() - started)
+        completions = [Completion(*output) for output in reply["outputs"]]
+        lengths = [len(completion.response_ids) for completion in completions]
+        seconds = time.monotonic() - started
+        return Generated(completions, self._generation_metrics(reply, lengths, seconds))
 
     def _sampling(self, request: Request, params: SamplingParams) -> dict[str, Any]:
         room = self.rollout.max_model_len - len(request.prompt_ids)
@@ -227,8 +231,9 @@ class SGLangEngine:
             sampling["sampling_seed"] = key & 0x7FFFFFFF
         return sampling
 
-    def _generation_stats(self, reply: dict[str, Any], seconds: float) -> dict[str, float]:
-        lengths = [len(completion.response_ids) for completion in self.completions]
+    def _generation_metrics(
+        self, reply: dict[str, Any], lengths: list[int], seconds: float
+    ) -> dict[str, float]:
         # Too short to be sampled: all requests ran at once.
         running = min(len(lengths), self.rollout.max_num_seqs)
         tokens = reply["prompt_tokens"] + sum(lengths)

@@ -64,13 +64,11 @@ def plan(
     gib: float = 80,
 ) -> Plan:
     config: Config = load_config(None, [*REQUIRED, *overrides])
-    engine, cuda = config.rollout.engine, config.trainer.device != "cpu"
     return Plan(
         config=config,
         dims=config.dims(ranks * nodes, ranks),
         shapes={name: shape_of(model) for name in config.models},
-        cuda=cuda,
-        sglang=engine == "sglang" or (engine == "auto" and cuda),
+        cuda=config.trainer.device != "cpu",
         device_bytes=gib * GIB,
     )
 

@@ -122,6 +122,7 @@ def test_a_value_is_read_by_the_type_of_its_key(tmp_path, text, path, value):
         ("rollout.stop=[a, 12]", "rollout.stop = ['a', '12']: must be a list of text; put 12 in"),
         ("rollout.stop=[true]", "put true in quotes"),
         ("rollout.stop=1e-3", "put 1e-3 in quotes"),
+        ("actor.policy_loss.loss_mode=ppo", "actor.policy_loss.loss_mode = 'ppo': must be"),
         ("rollout.verify_weights=0", "rollout.verify_weights = 0: must be at least 1"),
         ("rollout.verify_weights=often", "must be one of first, never or a whole number"),
         ("lr", "'lr' is not understood; overrides read key.sub=value"),
@@ -201,7 +202,8 @@ def test_a_key_of_another_trainer_whose_feature_is_missing_says_so():
     "override",
     ["model.lora_rank=8", "guards.preset=strict", "guards.rules=[]", "reward.normalize=true",
      "algorithm.filter_groups.enable=true", "trainer.alarms.memory=0.9",
-     "actor.kl_loss_type=full", "trainer.logger=[console, wandb]"],
+     "actor.kl_loss_type=full", "trainer.logger=[console, wandb]",
+     "actor.policy_loss.clip_cov_ratio=2e-4"],
 )  # fmt: skip
 def test_a_feature_that_is_not_built_is_refused_by_name(override):
     (found,) = problems(override)

@@ -1,11 +1,11 @@
 """The order in which the collector wakes an engine, and when it gives a scoring up."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -21,23 +21,23 @@ from ppo.rollout.collector import Collector
 from ppo.rollout.scoring import Scorer
 from ppo.run.run import Run
 from sharding.mesh import build_mesh, init_distributed
+from tests.ppo.engines.drive import drive
 
 
 def test_the_actor_takes_device_memory_only_when_the_engine_has_measured_what_is_free():
     order: list[str] = []
 
     class Engine:
-        stats: ClassVar = {"reshard/received_mib": 1.0}
-
         def start(self) -> Iterator[None]:
             order.append("start")
             yield
 
-        def wake(self, module: Any, loaded: Any) -> Iterator[None]:
+        def wake(self, loaded: Any) -> Generator[None, None, dict[str, float]]:
             order.append("load")
             loaded()
             yield
             order.append("map the cache")
+            return {"reshard/received_mib": 3.0}
 
         def release(self) -> None:
             order.append("release")
@@ -48,21 +48,19 @@ def test_the_actor_takes_device_memory_only_when_the_engine_has_measured_what_is
         yield
         order.append("actor out")
 
-    def drive(work: Iterator[None]) -> None:
-        for _ in work:
-            pass
-
     parts: dict[str, Any] = {
         "config": None,
         "run": SimpleNamespace(drive=drive),
+        "actor": SimpleNamespace(on_device=on_device),
         "engine": Engine(),
         "stop_token_ids": (),
     }
-    actor: Any = SimpleNamespace(on_device=on_device)
-    with Collector(**parts).awake(actor, Metrics(torch.device("cpu"))):
+    metrics = Metrics(torch.device("cpu"))
+    with Collector(**parts).awake(metrics):
         order.append("generate")
     expected = "start, actor in, load, actor out, map the cache, generate, release"
     assert ", ".join(order) == expected
+    assert metrics.reduce()["reshard/received_mib"] == 3.0
 
 
 HANGS = """

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +45,20 @@ def open_run(folder: Path, world_size: int, *overrides: str, restart_count: int 
     return Run(config, mesh, command=["train_ppo.py", "a b"], restart_count=restart_count)
 
 
-def steps(number: int, seconds: float, ended: list[str] | None = None) -> Iterator[None]:
+def steps(
+    number: int, seconds: float, ended: list[str] | None = None
+) -> Generator[None, None, int]:
     try:
         for _ in range(number):
             time.sleep(seconds)
             yield
+        return number
     finally:
         if ended is not None:
             ended.append("closed")
 
 
-def broken(after: int) -> Iterator[None]:
+def broken(after: int) -> Generator[None, None, int]:
     yield from steps(after, 0.01)
     raise KeyError("no such token")
 
@@ -75,7 +78,7 @@ def _together(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     with open_run(root / "finished", world_size) as run:
         seen["nothing to stop"] = run.should_stop()
         start = time.monotonic()
-        run.drive(steps(0 if rank == 0 else 9, 0.1))
+        seen["own result"] = run.drive(steps(0 if rank == 0 else 9, 0.1))
         seen["early finisher waited"] = time.monotonic() - start > 0.8
         seen["partly done"] = run.poll(done=rank == 0)
         seen["all done"] = run.poll(done=True)
@@ -145,16 +148,17 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 @pytest.mark.distributed
 def test_every_rank_sees_the_same(both) -> None:
     _, (first, second) = both
-    differing = {"early finisher waited", "abandoned work"}
+    differing = {"early finisher waited", "own result", "abandoned work"}
     assert {k: v for k, v in first.items() if k not in differing} == {
         k: v for k, v in second.items() if k not in differing
     }
 
 
 @pytest.mark.distributed
-def test_a_rank_that_is_done_waits_for_the_others(both) -> None:
-    _, (seen, _) = both
+def test_a_rank_that_is_done_waits_for_the_others_and_each_gets_its_own_result(both) -> None:
+    _, (seen, other) = both
     assert seen["early finisher waited"]
+    assert (seen["own result"], other["own result"]) == (0, 9)
     assert not seen["partly done"] and seen["all done"]
     assert not seen["nothing to stop"]
 

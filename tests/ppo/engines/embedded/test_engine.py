@@ -3,6 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from ppo.config import RolloutConfig
 from ppo.engines.contract import Completion, Engine, Request, SamplingParams
 from ppo.engines.embedded.engine import TorchEngine
 from ppo.engines.embedded.generation import Generation
@@ -29,6 +31,7 @@ from ppo.engines.embedded.stop_text import StopText
 from ppo.models.tiny import build_tiny_tokenizer
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from tests.distributed import run_distributed
+from tests.ppo.engines.drive import drive
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -83,26 +86,21 @@ def mesh() -> Iterator[Mesh]:
         yield build_mesh(ParallelDims(world_size=1, ranks_per_node=1), torch.device("cpu"))
 
 
-def make_engine(mesh: Mesh, config: PretrainedConfig, **options) -> TorchEngine:
+def make_engine(mesh: Mesh, model: Any, **options) -> TorchEngine:
     defaults: dict[str, Any] = {
-        "dtype": torch.float32,
+        "dtype": "float32",
         "max_model_len": 128,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "reshard_bucket_mib": 1,
         "gpu_memory_utilization": 0.6,
+        "verify_weights": "never",
     }
-    return TorchEngine(config, mesh, build_tiny_tokenizer(), **(defaults | options))
-
-
-def drive(work: Iterator[object]) -> None:
-    for _ in work:
-        pass
+    return TorchEngine(model, mesh, build_tiny_tokenizer(), RolloutConfig(**(defaults | options)))
 
 
 def run(engine: Engine, requests: list[Request], params: SamplingParams) -> list[Completion]:
-    drive(engine.generate(requests, params))
-    return engine.completions
+    return drive(engine.generate(requests, params)).completions
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +110,8 @@ def reference() -> Any:
 
 @pytest.fixture
 def engine(mesh: Mesh, reference: nn.Module) -> Iterator[TorchEngine]:
-    engine = make_engine(mesh, CONFIGS["qwen2, tied"])
-    drive(engine.wake(reference))
+    engine = make_engine(mesh, reference)
+    drive(engine.wake())
     yield engine
     engine.close()
 
@@ -121,8 +119,8 @@ def engine(mesh: Mesh, reference: nn.Module) -> Iterator[TorchEngine]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_and_logprobs_equal_transformers(mesh, name):
     model, requests = make_model(CONFIGS[name]), make_requests(5)
-    engine = make_engine(mesh, CONFIGS[name], max_num_seqs=3)
-    drive(engine.wake(model))
+    engine = make_engine(mesh, model, max_num_seqs=3)
+    drive(engine.wake())
     params = SamplingParams(temperature=0, max_new_tokens=14, stop_token_ids=tuple(range(9)))
     for request, completion in zip(requests, run(engine, requests, params), strict=True):
         ids = torch.tensor([request.prompt_ids])
@@ -166,8 +164,8 @@ def test_samples_do_not_depend_on_the_batch_they_are_made_in(mesh, reference):
     requests = make_requests(6, samples=3)
     results = []
     for rows, order in ((64, 1), (1, 1), (5, 1), (5, -1)):
-        engine = make_engine(mesh, CONFIGS["qwen2, tied"], max_num_seqs=rows)
-        drive(engine.wake(reference))
+        engine = make_engine(mesh, reference, max_num_seqs=rows)
+        drive(engine.wake())
         completions = run(engine, requests[::order], params)
         results.append([completion.response_ids for completion in completions[::order]])
         engine.close()
@@ -180,10 +178,10 @@ def test_samples_do_not_depend_on_the_batch_they_are_made_in(mesh, reference):
 def test_samples_of_a_prompt_share_one_prefill_though_they_are_submitted_apart(engine):
     params = SamplingParams(max_new_tokens=6, seed=1)
     requests = make_requests(6, samples=4)  # 24 requests, 8 rows: two prompts at a time
-    run(engine, requests, params)
-    assert engine.stats["rollout/cache_hit"] == pytest.approx(3 / 4)
-    run(engine, requests[:6], params)
-    assert engine.stats["rollout/cache_hit"] == 0
+    shared = drive(engine.generate(requests, params))
+    assert shared.metrics["rollout/cache_hit"] == pytest.approx(3 / 4)
+    alone = drive(engine.generate(requests[:6], params))
+    assert alone.metrics["rollout/cache_hit"] == 0
 
 
 def test_reading_tokens_one_step_late_changes_nothing(engine):
@@ -211,13 +209,13 @@ def test_reading_tokens_one_step_late_changes_nothing(engine):
 def test_a_row_leaves_the_batch_when_it_ends(engine):
     stops = tuple(range(40))
     params = SamplingParams(max_new_tokens=30, stop_token_ids=stops, seed=2)
-    completions = run(engine, make_requests(8), params)
+    completions, metrics = drive(engine.generate(make_requests(8), params))
     decoded = sum(len(completion.response_ids) - 1 for completion in completions)
     steps = max(len(completion.response_ids) - 1 for completion in completions)
-    assert engine.stats["rollout/num_running_mean"] == pytest.approx(decoded / steps)
+    assert metrics["rollout/num_running_mean"] == pytest.approx(decoded / steps)
     assert decoded < 8 * steps
-    assert engine.stats["rollout/tokens_per_s"] > 0
-    assert 0 < engine.stats["rollout/kv_util"] <= 1
+    assert metrics["rollout/tokens_per_s"] > 0
+    assert 0 < metrics["rollout/kv_util"] <= 1
 
 
 def test_the_stop_token_ends_a_completion_and_belongs_to_it(engine):
@@ -242,12 +240,13 @@ def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(engine):
     free = run(engine, make_requests(4), params)
     texts = [str(tokenizer.decode(completion.response_ids[10:12])) for completion in free[:2]]
     stopping = SamplingParams(max_new_tokens=40, seed=2, stop=tuple(texts))
-    for whole, cut in zip(free, run(engine, make_requests(4), stopping), strict=True):
+    stopped = run(engine, make_requests(4), stopping)
+    for whole, cut in zip(free, stopped, strict=True):
         length = next(
             (n for n in range(41) if contains(tokenizer, whole.response_ids[:n], texts)), 40
         )
         assert cut.response_ids == whole.response_ids[:length]
-    assert any(len(c.response_ids) < 40 for c in engine.completions)
+    assert any(len(c.response_ids) < 40 for c in stopped)
 
 
 def contains(tokenizer, ids: list[int], texts: list[str]) -> bool:
@@ -262,8 +261,8 @@ def test_max_model_len_cuts_a_long_row_alone(engine):
 
 
 def test_bfloat16_logprobs_stay_close_to_float32(mesh, reference):
-    engine = make_engine(mesh, CONFIGS["qwen2, tied"], dtype=torch.bfloat16)
-    drive(engine.wake(reference))
+    engine = make_engine(mesh, reference, dtype="bfloat16")
+    drive(engine.wake())
     requests = make_requests(4)
     completions = run(engine, requests, SamplingParams(max_new_tokens=8, seed=6))
     for request, completion in zip(requests, completions, strict=True):
@@ -300,12 +299,12 @@ def test_sampling_options_out_of_range_are_all_named():
 def test_a_model_whose_layers_have_no_cache_here_is_refused(mesh):
     config = Qwen2Config(**SIZES, layer_types=["full_attention", "linear_attention"])
     with pytest.raises(ValueError, match=r"no cache for the linear_attention layers of qwen2"):
-        make_engine(mesh, config)
+        make_engine(mesh, SimpleNamespace(config=config))
 
 
 def test_weights_and_cache_are_given_back(mesh, reference):
-    engine = make_engine(mesh, CONFIGS["qwen2, tied"])
-    drive(engine.wake(reference))
+    engine = make_engine(mesh, reference)
+    drive(engine.wake())
     weight = weakref.ref(engine._model.module.get_parameter("model.embed_tokens.weight"))
     work = engine.generate(make_requests(4), SamplingParams(max_new_tokens=50))
     next(work)
@@ -315,7 +314,7 @@ def test_weights_and_cache_are_given_back(mesh, reference):
     engine.release()
     assert cache.num_bytes == 0 and weight() is None
     assert all(parameter.is_meta for parameter in engine._model.module.parameters())
-    drive(engine.wake(reference))
+    drive(engine.wake())
     again = run(engine, make_requests(2), SamplingParams(max_new_tokens=5, temperature=0))
     assert [len(completion.response_ids) for completion in again] == [5, 5]
     engine.close()
@@ -323,10 +322,10 @@ def test_weights_and_cache_are_given_back(mesh, reference):
 
 def test_new_weights_of_the_trainer_arrive_at_the_next_wake(mesh):
     model = make_model(CONFIGS["llama"])
-    engine = make_engine(mesh, CONFIGS["llama"])
+    engine = make_engine(mesh, model)
     params = SamplingParams(temperature=0, max_new_tokens=8)
     for _ in range(2):
-        drive(engine.wake(model))
+        drive(engine.wake())
         completion = run(engine, [Request(0, [1, 2, 3])], params)[0]
         expected = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)
         assert completion.response_ids == expected[0, 3:].tolist()
@@ -337,8 +336,8 @@ def test_new_weights_of_the_trainer_arrive_at_the_next_wake(mesh):
 
 def test_a_weight_that_arrives_wrong_is_found_with_both_values(mesh):
     model = make_model(CONFIGS["llama"])
-    engine = make_engine(mesh, CONFIGS["llama"], verify_weights=2)
-    work = engine.wake(model)
+    engine = make_engine(mesh, model, verify_weights=2)
+    work = engine.wake()
     next(work)
     engine._model.parameters()["model.norm.weight"][3] = 7.0
     right = model.get_parameter("model.norm.weight")[3].item()
@@ -346,9 +345,9 @@ def test_a_weight_that_arrives_wrong_is_found_with_both_values(mesh):
         drive(work)
     assert f"trainer {right:g}" in str(e.value)
     engine.release()
-    drive(engine.wake(model))  # verified again: the first has not ended
+    drive(engine.wake())  # verified again: the first has not ended
     engine.release()
-    unverified = engine.wake(model)
+    unverified = engine.wake()
     next(unverified)
     engine._model.parameters()["model.norm.weight"][3] = 7.0
     drive(unverified)
@@ -365,8 +364,8 @@ def samples_of_this_rank(
     for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mesh=mesh.fsdp)
     fully_shard(model, mesh=mesh.fsdp)
-    engine = make_engine(mesh, CONFIGS[name], max_num_seqs=3)
-    drive(engine.wake(model))
+    engine = make_engine(mesh, model, max_num_seqs=3)
+    drive(engine.wake())
     params = SamplingParams(max_new_tokens=12, seed=4, stop_token_ids=tuple(range(20)))
     completions = run(engine, make_requests(8)[mesh.rollout_dp_rank :: dims.rollout_dp], params)
     local = engine._model.module.get_parameter("model.layers.0.self_attn.q_proj.weight")
@@ -392,10 +391,10 @@ def test_a_cuda_device_samples_what_the_cpu_samples_and_gets_its_memory_back():
     results, dims = [], ParallelDims(world_size=1, ranks_per_node=1)
     for device in (torch.device("cpu"), torch.device("cuda", 0)):
         with init_distributed(device):
-            engine = make_engine(build_mesh(dims, device), CONFIGS["qwen2, tied"])
             model = model.to(device)
+            engine = make_engine(build_mesh(dims, device), model)
             before = torch.cuda.memory_allocated()
-            drive(engine.wake(model))
+            drive(engine.wake())
             results.append([c.response_ids for c in run(engine, requests, params)])
             engine.close()
             torch._C._cuda_clearCublasWorkspaces()  # of the first products; the allocator's too
@@ -407,8 +406,8 @@ def test_a_cuda_device_samples_what_the_cpu_samples_and_gets_its_memory_back():
 def test_four_ranks_sample_the_same_tokens_for_every_tensor_parallel_size(mesh):
     ranks = run_distributed(samples_for_every_tp, 4)
     for name in SHARDED:
-        engine = make_engine(mesh, CONFIGS[name])
-        drive(engine.wake(make_model(CONFIGS[name])))
+        engine = make_engine(mesh, make_model(CONFIGS[name]))
+        drive(engine.wake())
         params = SamplingParams(max_new_tokens=12, seed=4, stop_token_ids=tuple(range(20)))
         expected = run(engine, make_requests(8), params)
         engine.close()

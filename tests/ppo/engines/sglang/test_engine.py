@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ppo.run.signals import descendants
 from sharding.fsdp import shard_model
 from sharding.mesh import ParallelDims, build_mesh
 from tests.distributed import run_distributed
+from tests.ppo.engines.drive import drive
 
 pytestmark = [pytest.mark.sglang, pytest.mark.distributed, pytest.mark.timeout(600)]
 pytest.importorskip("sglang")
@@ -65,7 +66,7 @@ class Session:
 
     def wake(self) -> None:
         loaded = []
-        finish(self.engine.wake(self.module, lambda: loaded.append(True)))
+        self.reshard = drive(self.engine.wake(lambda: loaded.append(True)))
         assert loaded == [True]
 
     @torch.no_grad()
@@ -79,13 +80,13 @@ class Session:
         """Completions on the leader, after their log-probs agree with the reference to 1e-4."""
         sampling = SamplingParams(**{"max_new_tokens": 20, **params})
         requests = [Request(i, prompt) for i, prompt in enumerate(prompts)]
-        finish(self.engine.generate(requests, sampling))
-        for prompt, completion in zip(prompts, self.engine.completions, strict=False):
+        completions, self.metrics = drive(self.engine.generate(requests, sampling))
+        for prompt, completion in zip(prompts, completions, strict=False):
             expected = self.logprobs(prompt, completion.response_ids, sampling.temperature or 1.0)
             torch.testing.assert_close(
                 torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4
             )
-        return self.engine.completions
+        return completions
 
     @torch.no_grad()
     def logits(self, prompt: list[int], response: list[int]) -> Tensor:
@@ -98,22 +99,17 @@ class Session:
         return rows.gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
-def finish(work: Iterator[None]) -> None:
-    for _ in work:
-        pass
-
-
-def fails(work: Iterator[None], *texts: str) -> float:
+def fails(work: Generator[None, None, Any], *texts: str) -> float:
     """Seconds until ``work`` raises an EngineError that contains ``texts``."""
     started = time.monotonic()
     with pytest.raises(EngineError) as caught:
-        finish(work)
+        drive(work)
     for text in texts:
         assert text in str(caught.value)
     return time.monotonic() - started
 
 
-def long_generation(session: Session) -> Iterator[None]:
+def long_generation(session: Session) -> Generator[None, None, Any]:
     """A generation that takes a minute, started."""
     params = SamplingParams(max_new_tokens=MAX_MODEL_LEN, ignore_eos=True)
     work = session.engine.generate([Request(i, [5, 6]) for i in range(3_000)], params)
@@ -190,8 +186,8 @@ def _process_state() -> Any:
 
 
 def _check_reshard(session: Session) -> None:
-    stats = session.engine.stats
-    assert stats["reshard/received_mib"] == stats["reshard/lower_bound_mib"] > 0
+    metrics = session.reshard
+    assert metrics["reshard/received_mib"] == metrics["reshard/lower_bound_mib"] > 0
 
 
 def _check_sampling(session: Session) -> list[list[int]]:
@@ -204,7 +200,7 @@ def _check_sampling(session: Session) -> list[list[int]]:
 
     sampled = session.generate(prompts, temperature=0.7)
     assert len({tuple(c.response_ids) for c in sampled}) > 3
-    assert session.engine.stats["rollout/cache_hit"] > 0.3  # siblings share their prompt
+    assert session.metrics["rollout/cache_hit"] > 0.3  # siblings share their prompt
 
     narrow = session.generate(prompts, temperature=1.5, top_k=3, ignore_eos=True)
     for prompt, completion in zip(prompts, narrow, strict=True):
@@ -280,7 +276,7 @@ def _check_abandoned(session: Session) -> None:
     """A stop request drops the generation: release and the next sync work at once."""
     work = long_generation(session)
     started = time.monotonic()
-    work.close()  # type: ignore[attr-defined]
+    work.close()
     session.engine.release()
     assert time.monotonic() - started < FAULT_S
     session.wake()

@@ -17,6 +17,7 @@ from ppo.engines.contract import Request, SamplingParams
 from ppo.engines.sglang.engine import SGLangEngine
 from sharding.fsdp import shard_model, without_gradients
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
+from tests.ppo.engines.drive import drive
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sglang, pytest.mark.timeout(1800)]
 
@@ -104,16 +105,14 @@ def _session(rank: int, tp: int, folder: str, enforce_eager: bool, device: torch
     logs = Path(folder).parent / f"logs_{tp}_{enforce_eager}"
     engine = SGLangEngine(config, mesh, module, model_path=folder, log_dir=logs)
     try:
-        for _ in engine.start():  # fails if the KV cache is smaller than asked
-            pass
+        drive(engine.start())  # fails if the KV cache is smaller than asked
         asked = engine._memory.weight_bytes + engine._memory.kv_bytes
         total = torch.cuda.get_device_properties(device).total_memory
         assert 0.49 * total < asked <= 0.5 * total
         released = []
         for cycle in range(CYCLES):
             before = _free(device)
-            for _ in engine.wake(module):
-                pass
+            drive(engine.wake())
             if cycle > 0:  # the first wake loads kernels and makes NCCL's communicators
                 assert abs(before - _free(device) - asked) < SLACK
             _check_agreement(engine, module, device)
@@ -148,9 +147,8 @@ def _check_agreement(engine: SGLangEngine, module: Any, device: torch.device) ->
     """The engine's log-probs are those of the sharded model, after every sync."""
     prompts = [[100 + i, 7, 9, 2000 + i] for i in range(8)]
     params = SamplingParams(max_new_tokens=64, temperature=0.8, ignore_eos=True)
-    for _ in engine.generate([Request(i, p) for i, p in enumerate(prompts)], params):
-        pass
-    shared: list[Any] = [engine.completions]
+    work = engine.generate([Request(i, p) for i, p in enumerate(prompts)], params)
+    shared: list[Any] = [drive(work).completions]
     torch.distributed.broadcast_object_list(shared, src=0)
     differences = []
     for prompt, (ids, logprobs, _) in zip(prompts, shared[0], strict=True):

@@ -1,0 +1,81 @@
+"""Which samples an estimator compares, and what becomes of the others."""
+
+import statistics
+from typing import Any
+
+import pytest
+import torch
+
+from ppo.batch import RolloutBatch, make_batch
+from ppo.config import ESTIMATOR_NEEDS, AlgorithmConfig
+from ppo.data.dataset import Prompt
+from ppo.engines.contract import Completion
+from ppo.estimators import ESTIMATORS, estimate
+from ppo.kl import token_rewards
+
+COMPARING = [name for name, needs in ESTIMATOR_NEEDS.items() if needs.siblings]
+
+
+def make(scores: list[float | None], *, n: int) -> RolloutBatch:
+    """Samples of 1, 2, 3, ... tokens with these scores (None: the reward failed), n of a prompt."""
+    prompts = [Prompt(uid, [7], "", None, {}, "") for uid in range(len(scores) // n)]
+    batch = make_batch(
+        prompts, [Completion([5] * (i + 1), [0.0] * (i + 1), "stop") for i in range(len(scores))]
+    )
+    batch.scores = torch.tensor([0.0 if s is None else s for s in scores])
+    batch.failed = torch.tensor([s is None for s in scores])
+    batch.response_mask &= ~batch.failed[:, None]
+    batch.values = torch.zeros(batch.response_mask.shape)
+    batch.greedy = make_batch(prompts, [Completion([5], [0.0], "stop")] * len(prompts))
+    batch.rewards = token_rewards(batch.scores, None, batch.response_mask, kl_coef=0.0)
+    return batch
+
+
+def advantages(batch: RolloutBatch, name: Any, **keys: Any) -> list[float]:
+    """Of the first token of each sample, which its other tokens share."""
+    found = estimate(batch, AlgorithmConfig(adv_estimator=name, **keys)).advantages
+    assert found.shape == batch.response_mask.shape
+    assert (found == torch.where(batch.response_mask, found[:, :1], 0.0)).all()
+    return found[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [  # of the scores 1 and 4, by hand
+        ("grpo", [-1.5, 1.5]),
+        ("rloo", [-3.0, 3.0]),
+        ("opo", [1 - (1 * 3 + 4 * 4) / 7, 4 - (1 * 3 + 4 * 4) / 7]),  # of 3 and 4 tokens
+    ],
+)
+def test_a_sample_whose_siblings_all_failed_has_nothing_to_be_compared_with(name, expected):
+    batch = make([None, 100.0, 1.0, 4.0, None, None], n=2)
+    assert batch.alone.tolist() == [False, True, False, False, False, False]
+    found = advantages(batch, name, norm_adv_by_std_in_grpo=False)
+    assert found == pytest.approx([0, 0, *expected, 0, 0])
+
+
+def test_what_is_whitened_leaves_a_sample_without_siblings_out():
+    batch = make([None, 100.0, 1.0, 4.0], n=2)
+    found = advantages(batch, "reinforce_plus_plus_baseline")
+    tokens = [-1.5] * 3 + [1.5] * 4
+    mean, std = statistics.fmean(tokens), statistics.stdev(tokens)
+    assert found == pytest.approx([0, 0, (-1.5 - mean) / std, (1.5 - mean) / std])
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_with_one_response_a_prompt_the_rule_of_a_group_of_one_holds(name):
+    batch = make([100.0, None, 40.0], n=1)
+    assert not batch.alone.any()
+    found = advantages(batch, name)
+    if name == "reinforce_plus_plus_baseline":  # 1 token of 100, 3 of 40: mean 55, std 30
+        assert found == pytest.approx([1.5, 0, -0.5])
+    else:
+        assert found == pytest.approx([100, 0, 40], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_when_every_sample_has_failed_every_advantage_is_zero(name):
+    batch = make([None] * 4, n=2)
+    found = estimate(batch, AlgorithmConfig(adv_estimator=name))
+    assert not found.advantages.any() and found.advantages.isfinite().all()
+    assert (found.returns is not None) == ESTIMATOR_NEEDS[name].critic
