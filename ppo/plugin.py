@@ -5,6 +5,7 @@ Owns finding and importing such a file. Must not import torch: reward workers us
 
 import ast
 import importlib.util
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -22,13 +23,15 @@ def parse_plugin(path: str, name: str) -> ast.stmt | None:
 
     Raises PluginError. A name that the file only makes at run time is not found: define it.
     """
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if not file.is_file():
         raise PluginError(f"{path}: no such file (from {Path.cwd()})")
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise PluginError(f"{path}: is not valid Python: {error}") from error
+    except OSError as error:
+        raise PluginError(f"{path}: cannot be read: {error.strerror}") from error
     defined: list[str] = []
     for statement in _top_level(tree.body):
         names = _names(statement)
@@ -45,7 +48,7 @@ def load_plugin(path: str, name: str) -> Any:
     The file's folder is searched first for what it imports, as for a script. Its module has the
     name under which it can be imported from there: processes that multiprocessing spawns import it.
     """
-    file = Path(path).expanduser().resolve()
+    file = Path(os.path.expanduser(path)).resolve()
     if not file.is_file():
         raise PluginError(f"{path}: no such file (from {Path.cwd()})")
     if str(file.parent) not in sys.path:

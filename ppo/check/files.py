@@ -80,7 +80,7 @@ def _functions(config: Config) -> list[Function]:
 
 
 def _is_file(path: str) -> bool:
-    return Path(path).expanduser().is_file()
+    return Path(path).is_file()
 
 
 def overlong_prompts(config: Config) -> Iterator[str]:

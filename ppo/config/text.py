@@ -73,6 +73,8 @@ _LOADER = _text_loader(yaml.SafeLoader)
 _FAST_LOADER = _text_loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 _SHORT = 1 << 16
 """characters up to which speed does not matter"""
+MANY_BRACKETS = 1000
+"""inside each other they take PyYAML's own parser seconds"""
 
 
 class _Size(NamedTuple):
@@ -125,7 +127,8 @@ def parse(text: str) -> Any:
     Aliases are followed, but not beyond MOST_NODES: ten short lines can stand for gigabytes.
     """
     try:
-        loader = (_LOADER if len(text) < _SHORT else _FAST_LOADER)(text)
+        is_quick = len(text) < _SHORT and text.count("[") + text.count("{") < MANY_BRACKETS
+        loader = (_LOADER if is_quick else _FAST_LOADER)(text)
         try:
             node = loader.get_single_node()
             if node is None:

@@ -1,7 +1,9 @@
 """`--check` looks at the files that are there as a start does, without torch or transformers."""
 
 import json
+from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from ppo.check.preflight import run_check
@@ -23,6 +25,28 @@ def test_files_that_are_there_are_checked_as_a_start_does(tmp_path, capsys):
     assert "2 problems" in err
     assert "rows.jsonl, row 0 (line 1), column 'prompt'" in err and "data.prompt_key" in err
     assert "reward.function.path" in err and "is not valid Python" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("def compute_score(:", "is not valid Python"),
+        ("x = " + "(" * 5000, "is not valid Python"),
+        ("x = " + "-" * 100_000 + "1", "is not valid Python"),
+        ("\0", "is not valid Python"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_reward_file_that_cannot_be_read_is_a_problem(tmp_path, capsys, content, words):
+    file = Path("/proc/self/mem")  # a file that is there and cannot be read, by nobody
+    if content is not None:
+        file = tmp_path / "reward.py"
+        file.write_text(content)
+    base = ["--config", "ppo_tiny.yaml", "--check"]
+    assert run_check(parse_args([*base, f"reward.function.path={file}"])) == 2
+    assert words in capsys.readouterr().err
+    assert run_check(parse_args([*base, "reward.function.path=~nobody-here/x.py"])) == 0
+    assert "~nobody-here/x.py (no such file)" in capsys.readouterr().out
 
 
 def test_prompts_that_are_all_too_long_are_warned_about_without_transformers(tmp_path, capsys):
