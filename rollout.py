@@ -31,9 +31,10 @@ from ppo.rollout.samples import Summary, summarise, write_samples
 from ppo.rollout.scoring import build_scorer, open_rewards
 from ppo.rollout.validation import sample_and_score
 from ppo.run.run import Run
+from ppo.run.signals import EXIT_INTERRUPTED
 from ppo.run.start import Launch, open_run
 from sharding.checkpoint import Checkpointer, CheckpointError
-from sharding.checkpoint.files import MANIFEST, list_checkpoints
+from sharding.checkpoint.folder import candidates
 
 logger = logging.getLogger("rollout")
 
@@ -82,7 +83,7 @@ def load_evaluation(options: Options, check: Callable[[Config], list[Problem]]) 
     folder = options.checkpoint
     if folder is not None and (folder / "config.json").is_file():
         overrides.append(f"model.path={json.dumps(str(folder))}")
-    elif folder is not None and not _step_folders(folder):
+    elif folder is not None and not _holds_checkpoints(folder):
         raise ConfigError(
             [
                 Problem(
@@ -119,6 +120,7 @@ def evaluate(config: Config, run: Run, options: Options) -> dict[str, Summary]:
         open_collector(config, run, prompts, actor) as collector,
     ):
         scorer = build_scorer(config, run, prompts, pool)
+        run.begin()
         everything = list(prompts.all())
         rows = sample_and_score(collector, scorer, everything, step=0, keep=keep)
     summaries = summarise(rows, pass_score=options.pass_score)
@@ -140,18 +142,13 @@ def _load_actor(config: Config, run: Run, checkpoint: Path | None) -> Model:
         dtype=getattr(torch, config.model.dtype),
     )
     if checkpoint is not None and not (checkpoint / "config.json").is_file():
-        folder = checkpoint / "checkpoints"
-        folder = folder if folder.is_dir() else checkpoint
-        with Checkpointer(folder, run.mesh) as checkpoints:
-            step = checkpoint if (checkpoint / MANIFEST).exists() else checkpoints.latest()
-            if step is None:
-                raise ConfigError(
-                    [Problem("--checkpoint", str(checkpoint), "holds no complete checkpoint")]
-                )
-            try:
+        try:
+            with Checkpointer(checkpoint, run.mesh) as checkpoints:
+                step = checkpoints.latest(checkpoint)
+                assert step is not None
                 checkpoints.load(step, {"actor": module}, {})
-            except CheckpointError as error:
-                raise InputError(f"--checkpoint = {checkpoint}: {error}") from error
+        except CheckpointError as error:
+            raise InputError(f"--checkpoint = {checkpoint}: {error}") from error
     return Model(
         module=module,
         device=run.mesh.device,
@@ -159,10 +156,11 @@ def _load_actor(config: Config, run: Run, checkpoint: Path | None) -> Model:
     )
 
 
-def _step_folders(path: Path) -> list[Path]:
-    """The checkpoints that a path may mean."""
-    own = [path] if (path / MANIFEST).exists() else []
-    return own + list_checkpoints(path) + list_checkpoints(path / "checkpoints")
+def _holds_checkpoints(path: Path) -> bool:
+    try:
+        return bool(candidates(path))
+    except CheckpointError:
+        return False
 
 
 @record
@@ -174,9 +172,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_evaluation(options, launch.problems)
         with open_run(config, launch, sys.argv) as run:
             evaluate(config, run, options)
+        return run.exit_code
     except InputError as error:
         return launch.report(error)
-    return 0
+    except KeyboardInterrupt:  # before the run could take it
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -45,10 +45,11 @@ from ppo.rollout.samples import kept_on_failure, log_samples
 from ppo.rollout.scoring import build_scorer, open_rewards
 from ppo.rollout.validation import validate
 from ppo.run.run import Run, StopRequested
+from ppo.run.signals import EXIT_INTERRUPTED
 from ppo.run.start import Launch, open_run
-from ppo.state import TrainState, open_checkpoints, resume, save_checkpoint
+from ppo.state import TrainState, find_start, load_models, open_checkpoints, save_checkpoint
 from ppo.step_metrics import perf_metrics, summarise_batch
-from ppo.tracking.tracker import Tracker, console_line
+from ppo.tracking.tracker import Tracker
 from ppo.update import epoch_mini_batches, needs_old_logprobs, update_actor, update_critic
 
 logger = logging.getLogger("train_ppo")
@@ -60,20 +61,33 @@ def train(config: Config, run: Run) -> None:
         prompts = load_prompts(config, model_folder(config.model.tokenizer_path, run.mesh, run.dir))
         sampler = prompts.sampler(config)
         total_steps = total_steps_of(config, sampler)
+        checkpoints = owned.enter_context(open_checkpoints(config, run, prompts))
+        state = TrainState(sampler, make_kl_controller(config.algorithm.kl_ctrl))
+        # what a resume may not change is refused here, before models are built
+        start = find_start(config, run, checkpoints, state)
+        trains = not config.trainer.val_only
+        if trains and state.step >= total_steps:
+            logger.info("nothing to train: %s is of step %d of %d", start, state.step, total_steps)
+            return run.nothing_left(state.step)
         pool = owned.enter_context(open_rewards(config, run, prompts))
         models = build_models(config, run.mesh, run.dir, total_steps)
         actor, critic = models.actor, models.critic
         scorer = build_scorer(config, run, prompts, pool)
         collector = owned.enter_context(open_collector(config, run, prompts, actor))
         batchers = make_batchers(config, run.mesh, prompts.tokenizer, actor)
-        tracker = owned.enter_context(
-            Tracker(run.dir, enabled=run.mesh.rank == 0, loggers=config.trainer.logger)
-        )
-        checkpoints = owned.enter_context(open_checkpoints(config, run, prompts))
-        state = TrainState(sampler, make_kl_controller(config.algorithm.kl_ctrl))
-        resume(config, run, checkpoints, models, state)
+        if start is not None:
+            load_models(config, checkpoints, models, start)
         models.rest()
-        tracker.truncate(state.step or -1)
+        # nothing can be refused any more: from here on this start writes the record of the run
+        run.begin(step=state.step, anew=start is None)
+        if start is not None and trains:
+            checkpoints.make_newest(start)
+        tracker = owned.enter_context(
+            Tracker(run.record, enabled=run.mesh.rank == 0, loggers=config.trainer.logger)
+        )
+        going_back = config.trainer.resume_path is not None
+        after = None if start is None else state.step
+        run.attempt(lambda: tracker.truncate(after, keep=going_back))
 
         def test(metrics: Metrics) -> None:
             try:
@@ -87,14 +101,16 @@ def train(config: Config, run: Run) -> None:
                 save_checkpoint(config, checkpoints, models, state, values)
 
         def save_if_stopped(kind: type[BaseException] | None, *_: object) -> None:
-            if kind is StopRequested and state.step > state.saved_step:
-                save(Metrics(), {})
+            if kind is StopRequested and config.trainer.save_freq >= 0:
+                if state.step > checkpoints.saved_step:
+                    save(Metrics(), {})
+                checkpoints.finish()  # what is not saved is not preempted, but failed
 
         owned.push(save_if_stopped)
         metrics = Metrics(run.mesh.device)
         if config.trainer.val_only:
             test(metrics)
-            logger.info(console_line(state.step, metrics.reduce(run.mesh.host_group)))
+            tracker.log(state.step, metrics.reduce(run.mesh.host_group))
             return
         if prompts.val and state.step == 0 and config.trainer.val_before_train:
             test(metrics)
@@ -144,8 +160,9 @@ def train(config: Config, run: Run) -> None:
 
 
 def due(step: int, every: int, last: int) -> bool:
-    """Whether something that happens every so many steps (0, -1: never) is due; always at last."""
-    return step == last or (every > 0 and step % every == 0)
+    """Whether something that happens every so many steps is due: at last too; 0 = then only, -1 =
+    never."""
+    return every >= 0 and (step == last or (every > 0 and step % every == 0))
 
 
 def add_logprobs_and_values(
@@ -233,9 +250,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(args.config, args.overrides, check=launch.problems)
         with open_run(config, launch, sys.argv) as run:
             train(config, run)
+        return run.exit_code
     except InputError as error:
         return launch.report(error)
-    return 0
+    except KeyboardInterrupt:  # before the run could take it
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 #   launch/local.sh ppo.yaml [key.sub=value ...]
 #
 # Exit code: 2 for a bad configuration, with every problem; 0 when the run has finished or was
-# asked to stop; 1 when it failed. <run>/status.json says which. Ctrl-C ends it within 10 seconds;
-# `touch <run>/STOP` ends it after the present update, saved.
+# asked to stop; 1 when it failed or was interrupted. <run>/status.json says which. Ctrl-C and
+# `touch <run>/STOP` end it after the present update, saved; a second Ctrl-C at once.
 set -euo pipefail
 
 # Knobs, from the environment

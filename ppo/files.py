@@ -1,6 +1,6 @@
 """Files written beside their place and renamed, so that nobody ever reads half of one.
 
-Owns the two ways of writing that the data and model commands share. Knows no content.
+Owns the ways of writing that commands and runs share. Knows no content.
 """
 
 import errno
@@ -22,6 +22,17 @@ def new_file(path: Path) -> Iterator[Path]:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def new_numbered(folder: Path, name: str) -> Path:
+    """Make and return folder/NAME1, NAME2, ...: the first that is free."""
+    number = 1
+    while True:
+        try:
+            (folder / f"{name}{number}").mkdir(parents=True)
+            return folder / f"{name}{number}"
+        except FileExistsError:
+            number += 1
 
 
 @contextmanager

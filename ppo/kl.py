@@ -114,7 +114,7 @@ class KLController:
     """The coefficient of the KL penalty (`value`), and how it follows the measured KL."""
 
     def __init__(self, kl_coef: float) -> None:
-        self.value = kl_coef
+        self.value = self.kl_coef = kl_coef
 
     def update(self, kl: float, num_seqs: int) -> None:
         """Move the coefficient after a step; this one stays.
@@ -125,16 +125,20 @@ class KLController:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """The coefficient, JSON-able."""
-        return {"value": self.value}
+        """The coefficient, and what it began with; JSON-able."""
+        return {"value": self.value, "kl_coef": self.kl_coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict` of an earlier run."""
-        self.value = float(state["value"])
+        """Go on from `state_dict` of an earlier run, unless its kl_coef was another one."""
+        if state.get("kl_coef", self.kl_coef) == self.kl_coef:
+            self.value = float(state["value"])
 
 
 class FixedKLController(KLController):
-    """A coefficient that never moves."""
+    """A coefficient that never moves: it is what the configuration says."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to go on from."""
 
 
 class AdaptiveKLController(KLController):

@@ -1,6 +1,7 @@
-"""What a restart needs: saved, found again, loaded."""
+"""What a restart needs: saved, found again, accepted, loaded."""
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,14 @@ from ppo.errors import InputError
 from ppo.kl import KLController
 from ppo.models.roles import Models
 from ppo.run.run import Run
-from sharding.checkpoint import Checkpointer, CheckpointError, find_checkpoint
+from sharding.checkpoint import Checkpointer, CheckpointError
 
 logger = logging.getLogger(__name__)
+
+CHANGED_KEY_ADVICE = (
+    "change it back, start another run with trainer.experiment_name=NAME, or set "
+    "trainer.allow_changed_config=true"
+)
 
 
 def open_checkpoints(config: Config, run: Run, prompts: PromptSets) -> Checkpointer:
@@ -25,13 +31,10 @@ def open_checkpoints(config: Config, run: Run, prompts: PromptSets) -> Checkpoin
         run.mesh,
         async_save=config.trainer.async_save,
         max_to_keep=config.trainer.max_ckpt_to_keep,
-        keep_best=config.trainer.keep_best is not None,
+        keep_best=config.trainer.keep_best,
         assets=[prompts.tokenizer],
         hf_models=config.saving("hf_model"),
     )
-
-
-CHANGED_KEY_ADVICE = "change it back, or set trainer.allow_changed_config=true"
 
 
 @dataclass
@@ -44,8 +47,8 @@ class TrainState:
     """iterations done"""
     position: dict[str, Any] | None = None
     """where the sampler stood after them; None = at its start"""
-    saved_step: int = 0
-    """iterations in the newest checkpoint; not part of the state"""
+    said_best_is_missing: bool = False
+    """not part of the state"""
 
     def commit(self) -> None:
         """End an iteration: only now do its prompts count as used."""
@@ -60,7 +63,7 @@ class TrainState:
             "kl_controller": self.kl_controller.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the iteration that the checkpoint ended with."""
         self.step, self.position = state["step"], state["sampler"]
         if self.position is not None:
@@ -76,47 +79,108 @@ def save_checkpoint(
     values: Mapping[str, float],
 ) -> None:
     """Write the state at this iteration boundary; `values` may hold trainer.keep_best's metric."""
-    best = config.trainer.keep_best
-    if values and best is not None and best not in values:
-        logger.warning(
-            "trainer.keep_best: step %d has no metric %s",
-            state.step,
-            best,
-            extra={"every_rank": True},
-        )
     checkpoints.save(
         state.step,
         models.modules(),
         models.optimizers(config.saving("optimizer")),
         state.state_dict() | {"config": to_yaml(config)},
-        metric=values.get(best or ""),
+        metric=_best_metric(config.trainer.keep_best, state, values),
     )
-    state.saved_step = state.step
 
 
-def resume(
-    config: Config, run: Run, checkpoints: Checkpointer, models: Models, state: TrainState
-) -> None:
-    """Load the newest complete checkpoint, or the one that is asked for, if any."""
-    mode = run.resume_mode
-    if mode == "disable":
-        return
+def _best_metric(best: str | None, state: TrainState, values: Mapping[str, float]) -> float | None:
+    """trainer.keep_best's metric of this step, such that higher is better."""
+    if best is None:
+        return None
+    name = best.removeprefix("-")
+    if name in values:
+        return values[name] if name == best else -values[name]
+    if values and not state.said_best_is_missing:
+        logger.warning(
+            "trainer.keep_best: step %d has no metric %s, and its checkpoint is kept as a newest "
+            "one only; said once",
+            state.step,
+            name,
+            extra={"every_rank": True},
+        )
+        state.said_best_is_missing = True
+    return None
+
+
+def find_start(
+    config: Config, run: Run, checkpoints: Checkpointer, state: TrainState
+) -> Path | None:
+    """The checkpoint that this start goes on from, with its JSON in `state`; None = from nothing.
+
+    No tensor is read: a change that is refused costs seconds. A restart by torchrun goes on from
+    the run's own checkpoints, once it has any, whatever the first start went on from.
+
+    Raises InputError on all ranks: there is none, or it fits not.
+    """
+    mode = config.trainer.resume_mode
+    found = None
     try:
-        folder = checkpoints.latest() if mode == "auto" else find_checkpoint(Path(mode))
-        if folder is None:
-            return
-        optimizers = models.optimizers(config.saving("optimizer"))
-        saved = checkpoints.load(folder, models.modules(), optimizers)
+        if mode == "auto" or run.is_restart:
+            found = checkpoints.latest(check=state_problem)
+        if found is None and config.trainer.resume_path is not None:
+            found = checkpoints.latest(Path(mode), check=state_problem)
+        if found is None:
+            return None
+        saved = checkpoints.read_state(found)
     except CheckpointError as error:
         advice = "trainer.resume_mode=disable starts anew"
         raise InputError(f"trainer.resume_mode = {mode!r}: {error}; {advice}") from error
-    changed = changed_keys(from_yaml(saved["config"]), config)
-    if changed and not config.trainer.allow_changed_config:
-        raise ConfigError(
-            [Problem("", None, f"{key} since {folder}", CHANGED_KEY_ADVICE) for key in changed]
-        )
+    if not config.trainer.allow_changed_config:
+        _refuse_changes(config, saved["config"], found)
     state.load_state_dict(saved)
-    state.saved_step = state.step
-    run.status("running", state.step)
-    run.save_config()
-    logger.info("resumed from %s after step %d", folder, state.step)
+    return found
+
+
+def load_models(
+    config: Config, checkpoints: Checkpointer, models: Models, checkpoint: Path
+) -> None:
+    """Weights and optimizers of the checkpoint that `find_start` has found. Raises InputError."""
+    optimizers = models.optimizers(config.saving("optimizer"))
+    try:
+        checkpoints.load(checkpoint, models.modules(), optimizers)
+    except CheckpointError as error:
+        raise InputError(f"resume: {error}") from error
+    logger.info("resumed from %s after step %d", checkpoint, checkpoints.saved_step)
+
+
+def _refuse_changes(config: Config, saved: str, checkpoint: Path) -> None:
+    try:
+        changed = changed_keys(from_yaml(saved), config)
+    except ConfigError as error:
+        changed = [f"the configuration was saved by another version: {p}" for p in error.problems]
+    if changed:
+        raise ConfigError(
+            [Problem("", None, f"{key} since {checkpoint}", CHANGED_KEY_ADVICE) for key in changed]
+        )
+
+
+def state_problem(step: int, saved: Mapping[str, Any]) -> str | None:
+    """What makes this no state that training could go on from after that step."""
+    sampler, controller = saved.get("sampler"), saved.get("kl_controller")
+    if saved.get("step") != step:
+        return f"its state is of step {saved.get('step')!r}"
+    if not isinstance(saved.get("config"), str):
+        return "its state has no configuration"
+    if not isinstance(controller, dict) or not _is_coefficient(controller.get("value")):
+        return f"its KL controller is {controller!r}"
+    if sampler is None:
+        return None
+    counts = ("epoch", "position", "num_prompts")
+    if not isinstance(sampler, dict) or not all(_is_count(sampler.get(key)) for key in counts):
+        return f"its sampler is {sampler!r}"
+    if sampler["position"] > sampler["num_prompts"]:
+        return f"its sampler is at {sampler['position']} of {sampler['num_prompts']} prompts"
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_coefficient(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0

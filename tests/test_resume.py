@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def stop_once(
 
 
 def stopped_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Two-rank runs: undisturbed; stopped in each kind of phase; with another learning rate."""
+    """Two-rank runs: undisturbed; stopped in each kind of phase; looked at; with other settings."""
     base = Path(folder)
     [whole] = train_here(rank, world_size, [(str(base / "whole"), until(STEPS))])
     train_here(rank, world_size, [(str(base / "moved"), until(2))])
@@ -70,12 +71,39 @@ def stopped_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, An
         states.append(json.loads((Path(disturbed) / "status.json").read_text()))
         torch.distributed.barrier()
     train_here(rank, world_size, [(disturbed, until(STEPS))])
-    refused = ""
+    record, refused = record_of(Path(disturbed)), ""
+    torch.distributed.barrier()
+    built, train_ppo.build_models = train_ppo.build_models, must_not_be_called
     try:
         train_here(rank, world_size, [(disturbed, until(STEPS, "actor.clip_ratio=0.3"))])
     except ConfigError as error:
         refused = str(error)
-    return {"whole": whole["tokens"], "states": states, "refused": refused}
+    train_here(rank, world_size, [(disturbed, until(STEPS))])  # nothing is left to train
+    train_ppo.build_models = built
+    step_4 = f"trainer.resume_mode={disturbed}/checkpoints/step_00000004"
+    looking = [(disturbed, until(STEPS, "trainer.val_only=true", mode))
+               for mode in (step_4, "trainer.resume_mode=disable")]  # fmt: skip
+    train_here(rank, world_size, looking)
+    unchanged = record_of(Path(disturbed)) == record
+    train_here(rank, world_size, [(str(base / "changed"), until(STEPS, step_4, *CHANGES))])
+    return {"whole": whole["tokens"], "states": states, "refused": refused, "unchanged": unchanged}
+
+
+CHANGES = (
+    *("trainer.allow_changed_config=true", "algorithm.kl_ctrl.kl_coef=0.5"),
+    *("actor.optim.weight_decay=0.2", "actor.optim.betas=[0.8, 0.95]", "actor.optim.eps=1e-4"),
+)
+
+
+def must_not_be_called(*_: Any) -> None:
+    raise AssertionError("models are built for a start that has nothing to do")
+
+
+def record_of(run: Path) -> dict[str, int]:
+    """Checksums of all files of a run, but of what is of processes and of looks at it."""
+    files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
+    aside = ("logs/", "lock", "validations/")
+    return {n: zlib.crc32(p.read_bytes()) for n, p in files.items() if not n.startswith(aside)}
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +121,7 @@ def test_a_run_that_was_stopped_in_every_phase_ends_bitwise_as_the_undisturbed_o
         for name in COMPARED:
             assert a[name] == b[name], (a["step"], name)
     states = [(s["state"], s["step"]) for s in seen["states"]]
-    assert states == [("preempted", 1), ("preempted", 2), ("preempted", 3), ("preempted", 4)]
+    assert states == [("stopped", 1), ("stopped", 2), ("stopped", 3), ("stopped", 4)]
     log = (folder / "disturbed" / "logs" / "rank_0000.log").read_text()
     assert all(f"after step {n}" in log and "resumed from" in log for n in (1, 2, 3, 4))
 
@@ -102,6 +130,34 @@ def test_a_run_that_was_stopped_in_every_phase_ends_bitwise_as_the_undisturbed_o
 def test_a_changed_key_that_matters_is_refused_by_name(two_ranks):
     assert "actor.clip_ratio: 0.2 -> 0.3" in two_ranks[1]["refused"]
     assert "trainer.allow_changed_config" in two_ranks[1]["refused"]
+    assert "trainer.experiment_name" in two_ranks[1]["refused"]
+
+
+@pytest.mark.distributed
+def test_starts_that_are_refused_or_only_look_change_nothing_of_a_run(two_ranks):
+    folder, seen = two_ranks
+    assert seen["unchanged"]
+    for number, step in (("1", 4), ("2", 0)):
+        look = folder / "disturbed" / "validations" / number
+        assert json.loads((look / "status.json").read_text())["state"] == "finished"
+        [row] = rows_of(look)
+        assert row["step"] == step and "val-core/tiny/reward/mean@1" in row
+        assert (look / "samples" / f"val_{step:08d}.jsonl").is_file()
+
+
+@pytest.mark.distributed
+def test_an_accepted_change_of_the_configuration_has_its_effect(two_ranks):
+    """State comes from the checkpoint, configuration from the configuration."""
+    folder, _ = two_ranks
+    [row] = rows_of(folder / "changed")
+    assert row["step"] == STEPS and row["actor/kl_coef"] == 0.5
+    states = [
+        json.loads((folder / run / "checkpoints/step_00000005/train_state.json").read_text())
+        for run in ("changed", "whole")
+    ]
+    [[changed], [whole]] = (state["optimizers"]["actor"] for state in states)
+    settings = ("weight_decay", "betas", "eps", "lr")
+    assert [changed[key] for key in settings] == [0.2, [0.8, 0.95], 1e-4, whole["lr"]]
 
 
 def moved_and_resharded(rank: int, world_size: int, folder: str) -> list[Any]:

@@ -30,8 +30,8 @@ def missing_files(config: Config) -> list[Problem]:
     if config.data.custom_cls.path is not None:
         plugins.append(("data.custom_cls.path", config.data.custom_cls.path))
     found += [Problem(key, path, "no such file") for key, path in plugins if not _is_file(path)]
-    resume = config.trainer.resume_mode
-    if resume not in ("auto", "disable") and not _holds_checkpoint(Path(resume)):
+    resume = config.trainer.resume_path
+    if resume is not None and not _holds_checkpoint(Path(resume)):
         rule = "no checkpoint there" if Path(resume).is_dir() else "no such folder"
         found.append(Problem("trainer.resume_mode", resume, rule, "or use auto or disable"))
     return [*found, *_missing_package(config.rollout)]

@@ -242,5 +242,5 @@ def _validation(config: Config) -> Iterator[Problem]:
     if config.trainer.val_only and not config.data.val_files:
         yield Problem("data.val_files", [], "trainer.val_only needs validation data")
     best = config.trainer.keep_best
-    if best is not None and best.startswith("val") and not config.data.val_files:
+    if best is not None and best.removeprefix("-").startswith("val") and not config.data.val_files:
         yield Problem("trainer.keep_best", best, "needs data.val_files")

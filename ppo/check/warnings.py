@@ -52,6 +52,8 @@ def _training(config: Config) -> Iterator[str]:
     steps = config.trainer.total_training_steps
     if config.critic_enabled and steps is not None and config.trainer.critic_warmup >= steps:
         yield "trainer.critic_warmup leaves the actor none of trainer.total_training_steps"
+    if config.trainer.save_freq < 0 and not config.trainer.val_only:
+        yield "trainer.save_freq = -1: no checkpoint is written, not at the end nor at a stop"
     for name in _trained(config):
         optim, fsdp = getattr(config, name).optim, getattr(config, name).fsdp
         contents = getattr(config, name).checkpoint.save_contents

@@ -133,7 +133,7 @@ Samples = Annotated[int, Bound(ge=1, le=10_000, usual=(1, 256))]
 Weight = Annotated[float, Bound(ge=-1e6, le=1e6)]
 """of one score in a sum of scores"""
 StepsOrEnd = Annotated[int, Bound(ge=1, le=HUGE, also=(-1, 0))]
-"""iterations between two of something; -1 or 0 = only at the end"""
+"""iterations between two of something; 0 = only at the end, -1 = never"""
 Temperature = Annotated[float, Bound(ge=0.01, le=100, also=(0,), usual=(0.1, 2))]
 TopP = Annotated[float, Bound(ge=1e-6, le=1, usual=(0.1, 1))]
 Coefficient = Annotated[float, Bound(ge=0, le=1000, usual=(0, 1))]

@@ -72,7 +72,11 @@ def to_yaml(config: Config) -> str:
 def from_yaml(text: str) -> Config:
     """The configuration that `to_yaml` wrote. Raises ConfigError."""
     reader = Reader()
-    reader.read_all(parse(text))
+    try:
+        tree = parse(text)
+    except yaml.YAMLError as error:
+        raise ConfigError([Problem("", None, f"not valid YAML: {error}")]) from None
+    reader.read_all(tree if isinstance(tree, dict) else {})
     config = reader.config()
     if reader.problems:
         raise ConfigError(reader.problems)

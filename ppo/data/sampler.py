@@ -5,6 +5,7 @@ Owns epochs and batches. Must not know ranks: every rank draws the same global b
 
 import logging
 import random
+import zlib
 from typing import Any
 
 from ppo.data.dataset import Prompt, Prompts
@@ -39,6 +40,7 @@ class PromptSampler:
         self._shuffle = shuffle
         self._seed = seed
         self._drop_last = drop_last
+        self._checksum = _checksum(dataset)
         self._position = 0  # prompts of the epoch that were drawn
         self._set_epoch(0)
         rest = len(dataset) % batch_size
@@ -83,11 +85,19 @@ class PromptSampler:
             "epoch": self._epoch,
             "position": self._position,
             "num_prompts": len(self._dataset),
+            "checksum": self._checksum,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind the batch after which `state_dict` was called."""
-        if state["num_prompts"] != len(self._dataset):
+        if state["num_prompts"] == len(self._dataset):
+            if state.get("checksum", self._checksum) != self._checksum:
+                logger.warning(
+                    "the data changed since the checkpoint: as many prompts (%d), but other ones",
+                    len(self._dataset),
+                    extra={"every_rank": True},
+                )
+        else:
             logger.warning(
                 "the data changed since the checkpoint: %d usable prompts, then %d; the order of "
                 "epoch %d is another",
@@ -108,3 +118,13 @@ class PromptSampler:
         self._order = list(range(len(self._dataset)))
         if self._shuffle:
             random.Random(f"{self._seed}-{epoch}").shuffle(self._order)
+
+
+def _checksum(dataset: Prompts) -> int:
+    """CRC-32 of what the prompts ask and of their answers, in their order."""
+    checksum = 0
+    for index in range(len(dataset)):
+        prompt = dataset[index]
+        text = repr((prompt.messages, prompt.ground_truth))
+        checksum = zlib.crc32(text.encode("utf-8", "backslashreplace"), checksum)
+    return checksum

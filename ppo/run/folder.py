@@ -19,35 +19,58 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from ppo.errors import InputError
+from ppo.files import new_numbered
 
 logger = logging.getLogger(__name__)
 
-Outcome = Literal["running", "finished", "preempted", "failed"]
+Outcome = Literal["running", "finished", "preempted", "stopped", "interrupted", "failed"]
 LOCK_PATIENCE_S = {True: 10.0, False: 120.0}
 """how long a start waits for a job on this host, or on another, to be gone: a file server keeps the
 locks of a node that has crashed for a while"""
+RESULTS = ("checkpoints", "metrics.jsonl", "samples", "tensorboard")
+RECORD = (*RESULTS, "config.yaml", "starts.jsonl", "status.json")
+"""the files of a run that belong together; logs are of processes, and go on"""
+LONGEST_REASON = 2000
+"""letters that fit into the block that status.json has on the disk already"""
 OUR_LOGGERS = ("__main__", "train_ppo", "rollout", "ppo", "sharding")
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write beside and rename: readers and a crash see the old file or the new one."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def write_status(folder: Path, state: Outcome, *, step: int, reason: str) -> None:
-    """Replace status.json: {"state", "step", "reason"}; launch scripts requeue from it."""
+    """Replace status.json: {"state", "step", "reason"}; launch scripts requeue from it.
+
+    On a disk that is full the file that is there is written over: it has its block.
+    """
+    path = folder / "status.json"
     status = {"state": state, "step": step, "reason": reason}
-    write_atomically(folder / "status.json", json.dumps(status) + "\n")
+    try:
+        write_atomically(path, json.dumps(status) + "\n")
+    except OSError:
+        if not path.is_file():
+            raise
+        content = json.dumps(status | {"reason": reason[:LONGEST_REASON]}) + "\n"
+        with path.open("r+b") as file:
+            file.write(content.encode())
+            file.truncate()
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:
-    """What status.json holds; None where there is none."""
+    """What status.json holds; None where there is none, or none of ours."""
     try:
-        return json.loads((folder / "status.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    is_ours = isinstance(status, dict) and isinstance(status.get("step"), int) and "state" in status
+    return status if is_ours else None
 
 
 def record_start(folder: Path, *, command: Sequence[str], world_size: int, restart: int) -> None:
@@ -119,15 +142,18 @@ def lock_folder(folder: Path, *, patience_s: float | None = None) -> IO[str]:
     return file
 
 
-def set_aside(path: Path) -> None:
-    """Rename what an earlier run left, so that this one starts from nothing and loses nothing."""
-    if not path.exists():
+def set_aside(folder: Path) -> None:
+    """Move the record of an earlier run into a folder of its own, whole: nothing of it is lost.
+
+    That folder is a run's folder as this one was; nothing happens where no run has left a result.
+    """
+    if not any((folder / name).exists() for name in RESULTS):
         return
-    number = 1
-    while (old := path.with_name(f"{path.name}.old{number}")).exists():
-        number += 1
-    path.rename(old)
-    logger.warning("trainer.resume_mode is disable: %s of an earlier run is now %s", path, old.name)
+    old = new_numbered(folder, "old")
+    for name in RECORD:
+        if (folder / name).exists():
+            (folder / name).rename(old / name)
+    logger.warning("nothing is resumed: what an earlier run left in %s is now in %s", folder, old)
 
 
 def add_log_handlers(folder: Path, rank: int) -> list[logging.Handler]:
@@ -142,7 +168,7 @@ def add_log_handlers(folder: Path, rank: int) -> list[logging.Handler]:
     console = logging.StreamHandler()
     console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     console.addFilter(lambda record: rank == 0 or not getattr(record, "every_rank", False))
-    file = logging.FileHandler(folder / "logs" / f"rank_{rank:04d}.log", encoding="utf-8")
+    file = _LogFile(folder / "logs" / f"rank_{rank:04d}.log", encoding="utf-8")
     layout = logging.Formatter(
         f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s", "%m-%d %H:%M:%S"
     )
@@ -152,6 +178,14 @@ def add_log_handlers(folder: Path, rank: int) -> list[logging.Handler]:
     for name in OUR_LOGGERS:
         logging.getLogger(name).setLevel(logging.DEBUG)
     return [console, file]
+
+
+class _LogFile(logging.FileHandler):
+    """On a disk that is full the console goes on alone, without a traceback for each line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 def remove_log_handlers(handlers: Sequence[logging.Handler]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TypeVar, cast
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ppo.config import Config, ConfigError, Problem, to_yaml
 from ppo.errors import InputError
+from ppo.files import new_numbered
 from ppo.run.folder import (
     Outcome,
     add_log_handlers,
@@ -31,15 +32,26 @@ from ppo.run.folder import (
     write_status,
 )
 from ppo.run.progress import progress_bar
-from ppo.run.signals import SignalWatch
-from sharding.agree import errors_by_rank, raise_everywhere
+from ppo.run.signals import CTRL_C, EXIT_INTERRUPTED, SignalWatch
+from sharding.agree import errors_by_rank, gather, raise_everywhere
 from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-# Index = code that is all-reduced by maximum; 0: go on.
-STOP_REASONS = ("", "SIGTERM", "SIGUSR1", "STOP file", "trainer.max_wall_time")
+# What a run that is stopped by it has come to. Place = code that is all-reduced by maximum, so that
+# what a person asks for counts more than what a scheduler does; 0: go on.
+STOPS: dict[str, Outcome] = {
+    "": "finished",
+    "SIGTERM": "preempted",
+    "SIGUSR1": "preempted",
+    "PREEMPT file": "preempted",
+    "trainer.max_wall_time": "preempted",
+    "STOP file": "stopped",
+    CTRL_C: "interrupted",
+}
+STOP_REASONS = tuple(STOPS)
+STOP_FILES = ("STOP", "PREEMPT")
 
 
 class StopRequested(Exception):
@@ -49,9 +61,11 @@ class StopRequested(Exception):
 class Run:
     """Context manager around everything between the process groups and the last log line.
 
-    Leaving it writes status.json: finished; preempted after a stop request (StopRequested is
-    swallowed: the process ends with 0); failed with the reason of the rank that failed first.
-    `step` is what the status reports: keep it at the number of iterations done.
+    Leaving it writes status.json: finished; preempted, stopped or interrupted after a stop request
+    (StopRequested is swallowed: the process ends well); failed with the reason of the rank that
+    failed first. `step` is what the status reports: keep it at the number of iterations done.
+
+    Until `begin` the outcome of an earlier start stays, so that one which is refused costs nothing.
     """
 
     def __init__(
@@ -61,9 +75,12 @@ class Run:
         Args:
             command: the command line, for the record.
             restart_count: TORCHELASTIC_RESTART_COUNT. Only a first start (0) obeys resume_mode
-                disable and removes an old STOP file.
+                disable and removes old STOP and PREEMPT files.
         """
         self.dir = config.run_dir
+        self.record = config.run_dir
+        """where status, configuration, metrics and samples of this start go: the run folder, or
+        with trainer.val_only, which changes nothing of the run, a new folder in it"""
         self.mesh = mesh
         self.step = 0
         self._config = config
@@ -71,26 +88,31 @@ class Run:
         self._restart_count = restart_count
         self._started = time.monotonic()
         self._stop_code = 0
+        self._earlier: str | None = None
+        """state that an earlier start has left"""
+        self._owns_status = False
         self._owned = ExitStack()
-        self._signals = SignalWatch(before_exit=lambda: self._fail("interrupted (Ctrl-C)"))
+        self._signals = SignalWatch(
+            before_exit=lambda: self._fail("interrupted (Ctrl-C), not saved")
+        )
 
     @property
-    def resume_mode(self) -> str:
-        """trainer.resume_mode, but auto where a restart finds checkpoints of this run."""
-        restarted = self._restart_count > 0 and (self.dir / "checkpoints").is_dir()
-        return "auto" if restarted else self._config.trainer.resume_mode
+    def is_restart(self) -> bool:
+        """Whether torchrun has started the ranks again: this is the run's own continuation."""
+        return self._restart_count > 0
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that has not failed: 0, but 130 after Ctrl-C, as a shell's loop expects it."""
+        return EXIT_INTERRUPTED if STOP_REASONS[self._stop_code] == CTRL_C else 0
 
     def __enter__(self) -> Run:
         """Collective. Raises ConfigError on all ranks when one cannot write to the folder."""
         with ExitStack() as owned:
-            error = None
-            try:
-                self._open_folder(owned)
-            except InputError as exception:
-                error = exception
-            except OSError as exception:
-                error = ValueError(f"run folder {self.dir}: {exception}")
-            self.agree(error)
+            self.attempt(lambda: self._open_folder(owned))
+            told = gather((self.record, self._earlier), self.mesh.host_group)
+            self.record, self._earlier = told[0]
+            self._owns_status = self._earlier is None
             owned.enter_context(self._signals)
             self._owned = owned.pop_all()
         logger.info("run folder %s", self.dir)
@@ -102,34 +124,74 @@ class Run:
         if self.mesh.rank != 0:
             return
         owned.enter_context(lock_folder(self.dir))
-        if self._restart_count == 0:
-            (self.dir / "STOP").unlink(missing_ok=True)
-            if self._config.trainer.resume_mode == "disable":
-                set_aside(self.dir / "checkpoints")
-        if self.resume_mode == "disable" or not (self.dir / "config.yaml").exists():
-            self.save_config()
+        if not self.is_restart:
+            for name in STOP_FILES:
+                (self.dir / name).unlink(missing_ok=True)
+        earlier = read_status(self.dir)
+        if earlier is not None and earlier["state"] == "running":  # and nobody holds the lock
+            reason = "ended without a word: killed, or its machine was lost"
+            write_status(self.dir, "failed", step=earlier["step"], reason=reason)
+            logger.warning("the start before this one %s (after step %d)", reason, earlier["step"])
+        if self._config.trainer.val_only:
+            self.record = new_numbered(self.dir / "validations", "")
+        elif earlier is not None:
+            self._earlier = earlier["state"]
+        if self._earlier is None:
+            write_status(self.record, "running", step=0, reason="")
+
+    def begin(self, *, step: int = 0, anew: bool = False) -> None:
+        """Collective: this start is accepted, and from now on it writes the record.
+
+        Call it when the configuration is known to fit what is resumed: config.yaml must not hold a
+        change that is refused.
+
+        Args:
+            step: iterations done.
+            anew: nothing is resumed. What an earlier run has left is set aside, except by a restart
+                by torchrun: then it was this run.
+        """
+        self.attempt(lambda: self._write_record(step, anew and not self.is_restart))
+        self.step, self._owns_status = step, True
+
+    def nothing_left(self, step: int) -> None:
+        """Instead of `begin`: what was asked for is done, also where an earlier start was killed
+        between its last checkpoint and its last word."""
+        self.step = step
+        if self._earlier != "finished":
+            self._owns_status = True
+            if self.mesh.rank == 0:
+                self._write_status("running", "")
+
+    def _write_record(self, step: int, anew: bool) -> None:
+        if self.mesh.rank != 0:
+            return
+        if anew:
+            set_aside(self.record)
+        write_atomically(self.record / "config.yaml", to_yaml(self._config))
         record_start(
-            self.dir,
+            self.record,
             command=self._command,
             world_size=self.mesh.dims.world_size,
             restart=self._restart_count,
         )
-        write_status(self.dir, "running", step=0, reason="")
+        write_status(self.record, "running", step=step, reason="")
 
-    def save_config(self) -> None:
-        """Write config.yaml, resolved (rank 0).
-
-        A start in a folder that holds one leaves it alone: call this once the resume has accepted
-        what changed, so that a refused change is not what the next start is compared with.
-        """
-        if self.mesh.rank == 0:
-            write_atomically(self.dir / "config.yaml", to_yaml(self._config))
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Collective: what goes wrong with the folder on any rank is a ConfigError on all."""
+        error = None
+        try:
+            action()
+        except InputError as exception:
+            error = exception
+        except OSError as exception:
+            error = ValueError(f"run folder {self.dir}: {exception}")
+        self.agree(error)
 
     def status(self, state: Outcome, step: int, reason: str = "") -> None:
         """Write status.json (rank 0), remember the step. A failure stays until the next start."""
         self.step = step
-        if self.mesh.rank == 0 and not self._has_failed():
-            write_status(self.dir, state, step=step, reason=reason)
+        if self.mesh.rank == 0 and self._owns_status and not self._has_failed():
+            self._write_status(state, reason)
 
     def should_stop(self) -> bool:
         """Collective, at a safe point: whether any rank has been asked to stop."""
@@ -212,10 +274,8 @@ class Run:
             if exception is None or isinstance(exception, StopRequested):
                 self._end_well()
                 return True
-            interrupted = isinstance(exception, KeyboardInterrupt)
-            reason = "interrupted (Ctrl-C)" if interrupted else str(_describe(exception))
             # wrong input is said once, by whoever reports it to the user
-            self._fail(reason, level=_level_of(exception))
+            self._fail(str(_describe(exception)), level=_level_of(exception))
             logger.debug("failed", exc_info=exception)  # the file has the traceback of each rank
             return False
         finally:
@@ -229,26 +289,35 @@ class Run:
             self._fail(f"another rank has gone: {error}")
             raise
         reason = STOP_REASONS[self._stop_code]
-        self.status("preempted" if reason else "finished", self.step, reason)
+        self.status(STOPS[reason], self.step, reason)
         logger.info("%s after step %d", f"stopped ({reason})" if reason else "done", self.step)
 
     def _fail(self, reason: str, *, level: int = logging.ERROR) -> None:
         """Write the failure, from whichever rank it struck; what struck first stays."""
-        if not self._has_failed():
-            write_status(
-                self.dir, "failed", step=self.step, reason=f"rank {self.mesh.rank}: {reason}"
-            )
+        if not self._owns_status:
+            logger.log(level, "this start failed: %s", reason)
+        elif not self._has_failed():
+            self._write_status("failed", f"rank {self.mesh.rank}: {reason}")
             logger.log(level, "failed at step %d: %s", self.step, reason)
 
+    def _write_status(self, state: Outcome, reason: str) -> None:
+        """A run must not fail, and a failure not be hidden, because it cannot be written down."""
+        try:
+            write_status(self.record, state, step=self.step, reason=reason)
+        except OSError as error:
+            logger.error("status.json does not say %s: %s", state, error)
+
     def _has_failed(self) -> bool:
-        status = read_status(self.dir)
+        status = read_status(self.record)
         return status is not None and status["state"] == "failed"
 
     def _own_stop_code(self) -> int:
         if self._signals.stop_signal is not None:
             return STOP_REASONS.index(self._signals.stop_signal)
-        if self.mesh.rank == 0 and os.path.exists(self.dir / "STOP"):
-            return STOP_REASONS.index("STOP file")
+        if self.mesh.rank == 0:
+            for name in STOP_FILES:
+                if os.path.exists(self.dir / name):
+                    return STOP_REASONS.index(f"{name} file")
         limit = self._config.trainer.max_wall_time
         if limit is not None and time.monotonic() - self._started >= limit:
             return STOP_REASONS.index("trainer.max_wall_time")

@@ -7,6 +7,7 @@ reported. Every rank calls everything here.
 import json
 import logging
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from ppo.check.warnings import config_warnings
 from ppo.config import Config, ConfigError, Problem
 from ppo.errors import InputError
 from ppo.run.run import Run
-from ppo.run.signals import stop_with_parent
+from ppo.run.signals import EXIT_INTERRUPTED, stop_with_parent
 from sharding.mesh import build_mesh, init_distributed
 
 logger = logging.getLogger(__name__)
@@ -123,3 +124,5 @@ def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator
                 for warning in config_warnings(config, world_size=launch.world_size):
                     logger.warning("%s", warning)
             yield run
+    if run.exit_code == EXIT_INTERRUPTED:  # all is saved: no further Ctrl-C must spoil the end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -10,9 +10,14 @@ import json
 import logging
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ppo.files import new_file, new_numbered
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -21,14 +26,18 @@ logger = logging.getLogger(__name__)
 
 LARGEST_BIN = 1e20
 """TensorBoard's histograms end there"""
+_SAMPLES = re.compile(r"(?:train|val)_(\d{8,})\.jsonl")
 
 
 class Tracker:
     """Writes steps and samples. On ranks where it is not enabled every method does nothing.
 
-    with Tracker(run.dir, enabled=rank == 0, loggers=config.trainer.logger) as tracker:
+    with Tracker(run.record, enabled=rank == 0, loggers=config.trainer.logger) as tracker:
         tracker.truncate(step)      # once, after the start or the resume
         tracker.log(step, values)   # once a step
+
+    A disk that is full ends no training: it is said once, and rows of metrics.jsonl wait for the
+    next one.
     """
 
     def __init__(self, folder: Path, *, enabled: bool, loggers: Collection[str]) -> None:
@@ -38,34 +47,69 @@ class Tracker:
         self._writes_samples = enabled
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
+        self._waiting: list[bytes] = []
+        """rows of metrics.jsonl that could not be written yet"""
+        self._said: set[str] = set()
 
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, *exception: object) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with self._saying("tensorboard"):
+                self._writer.close()
+        if self._waiting:
+            self._append_rows()
+        if self._waiting:
+            logger.error("%s lacks the last %d rows", self.metrics_file, len(self._waiting))
 
     @property
     def metrics_file(self) -> Path:
         """One JSON object a step: {"step": 3, NAME: value, ...}; not finite values are null."""
         return self._folder / "metrics.jsonl"
 
-    def truncate(self, step: int) -> None:
-        """Forget what an earlier start wrote after `step`; -1 forgets everything.
+    def truncate(self, after: int | None, *, keep: bool = False) -> None:
+        """Forget what an earlier start wrote after a step; None forgets everything.
 
-        Called once before the first `log`. A row that was cut off by a crash goes too.
+        Called once before the first `log`. A row that was cut off by a crash goes too. With `keep`
+        what is forgotten is set aside in a new folder; so are rows that are no steps, always.
         """
         if not self._writes_samples:
             return
-        self._purge_step = step + 1
-        if self.metrics_file.exists():
-            lines = self.metrics_file.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if _step_of(line) <= step]
-            _replace(self.metrics_file, "".join(kept))
-        for file in (self._folder / "samples").glob("*_*.jsonl"):
-            if int(file.stem.rpartition("_")[2]) > step:
-                file.unlink()
+        last = -1 if after is None else after
+        self._purge_step = last + 1
+        file = self.metrics_file
+        content = file.read_bytes() if file.exists() else b""
+        rows = list(_rows(content))
+        alien = [row.number for row in rows if row.step is None]
+        kept = [row.line for row in rows if row.step is not None and row.step <= last]
+        later = [path for path, step in self._sample_files() if step > last]
+        aside = None
+        if alien or (keep and (len(kept) < len(rows) or later)):
+            aside = new_numbered(self._folder, "old")
+            shutil.copy2(file, aside)
+            what = f"metrics and samples after step {last}"
+            if alien:
+                what = (
+                    f"{file}: row {alien[0]} is no step of a run and left out; the file as it was"
+                )
+            logger.warning("%s: now in %s", what, aside)
+        if content != b"".join(kept):
+            with new_file(file) as beside:
+                beside.write_bytes(b"".join(kept))
+        for path in later:
+            if keep and aside is not None:
+                (aside / "samples").mkdir(exist_ok=True)
+                path.rename(aside / "samples" / path.name)
+            else:
+                path.unlink()
+
+    def _sample_files(self) -> list[tuple[Path, int]]:
+        """Those that `samples` has written, with their steps; what else lies there is not ours."""
+        folder = self._folder / "samples"
+        files = sorted(folder.iterdir()) if folder.is_dir() else []
+        named = [(path, _SAMPLES.fullmatch(path.name)) for path in files]
+        return [(path, int(match[1])) for path, match in named if match and path.is_file()]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write one step everywhere; to be called once for each step."""
@@ -74,12 +118,38 @@ class Tracker:
         if "jsonl" in self._loggers:
             row = {"step": step}
             row |= {k: v if math.isfinite(v) else None for k, v in values.items()}
-            with self.metrics_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        if writer := self._tensorboard():
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-            writer.flush()
+            self._waiting.append(_json_line(row))
+            self._append_rows()
+        with self._saying("tensorboard"):
+            if writer := self._tensorboard():
+                for name, value in values.items():
+                    writer.add_scalar(name, value, step)
+                writer.flush()
+
+    def _append_rows(self) -> None:
+        """Write the waiting rows, all or none."""
+        with self._saying(self.metrics_file.name):
+            with self.metrics_file.open("ab", buffering=0) as file:
+                size, rest = file.seek(0, os.SEEK_END), memoryview(b"".join(self._waiting))
+                try:
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                except OSError:
+                    file.truncate(size)  # half a row would be glued to the next one
+                    raise
+            self._waiting.clear()
+
+    @contextmanager
+    def _saying(self, what: str) -> Iterator[None]:
+        """A file that cannot be written is a warning, once, and not the end of the training."""
+        try:
+            yield
+        except OSError as error:
+            if what == "tensorboard":
+                self._writer = None  # its thread has ended; the next step begins a new file
+            if what not in self._said:
+                self._said.add(what)
+                logger.warning("%s cannot be written (said once): %s", self._folder / what, error)
 
     def samples(
         self, step: int, rows: Sequence[Mapping[str, Any]], *, split: str, num_text: int
@@ -92,21 +162,24 @@ class Tracker:
         """
         if not self._writes_samples or not rows:
             return
-        folder = self._folder / "samples"
-        folder.mkdir(exist_ok=True)
-        lines = [json.dumps(dict(row), ensure_ascii=False, default=str) + "\n" for row in rows]
-        _replace(folder / f"{split}_{step:08d}.jsonl", "".join(lines))
-        if num_text and (writer := self._tensorboard()):
-            text = "\n\n---\n\n".join(_as_markdown(row) for row in rows[:num_text])
-            writer.add_text(f"samples/{split}", text, step)
+        with (
+            self._saying("samples"),
+            new_file(self._folder / "samples" / f"{split}_{step:08d}.jsonl") as beside,
+        ):
+            beside.write_bytes(b"".join(map(_json_line, rows)))
+        with self._saying("tensorboard"):
+            if num_text and (writer := self._tensorboard()):
+                text = "\n\n---\n\n".join(_as_markdown(row) for row in rows[:num_text])
+                writer.add_text(f"samples/{split}", text.encode("utf-8", "replace").decode(), step)
 
     def histogram(self, step: int, name: str, values: Sequence[float]) -> None:
         """Write a distribution to TensorBoard; values that its bins do not hold are left out."""
         finite = [value for value in values if abs(value) < LARGEST_BIN]
-        if finite and (writer := self._tensorboard()):
-            import numpy as np
+        with self._saying("tensorboard"):
+            if finite and (writer := self._tensorboard()):
+                import numpy as np
 
-            writer.add_histogram(name, np.asarray(finite), step)
+                writer.add_histogram(name, np.asarray(finite), step)
 
     def _tensorboard(self) -> SummaryWriter | None:
         if self._writer is None and "tensorboard" in self._loggers:
@@ -147,18 +220,35 @@ def console_line(step: int, values: Mapping[str, float]) -> str:
     return " | ".join(parts)
 
 
-def _step_of(line: str) -> float:
+class _Row(NamedTuple):
+    number: int
+    """from 1"""
+    line: bytes
+    step: int | None
+    """None: no row of ours"""
+
+
+def _rows(content: bytes) -> Iterator[_Row]:
+    """The rows of metrics.jsonl, but for a last one that a crash has cut off."""
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
+        try:
+            row = json.loads(line)
+            step = row["step"] if isinstance(row, dict) else None
+        except (ValueError, KeyError, RecursionError):
+            step = None
+        step = step if type(step) is int else None
+        if line.endswith(b"\n"):
+            yield _Row(number, line, step)
+        elif step is not None:
+            yield _Row(number, line + b"\n", step)
+
+
+def _json_line(row: Mapping[str, Any]) -> bytes:
+    """One line of JSON; half of a surrogate pair, which UTF-8 does not know, is escaped."""
     try:
-        return json.loads(line)["step"]
-    except ValueError:  # the last row of a run that was killed while it wrote
-        return math.inf
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write beside and rename, so that a crash leaves the old file or the new one."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+        return json.dumps(dict(row), ensure_ascii=False, default=str).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(dict(row), default=str).encode() + b"\n"
 
 
 def _as_markdown(row: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from sharding.checkpoint.checkpointer import Checkpointer
 from sharding.checkpoint.export import export_hf
-from sharding.checkpoint.files import CheckpointError, find_checkpoint
+from sharding.checkpoint.files import CheckpointError
+from sharding.checkpoint.folder import find_checkpoint
 
 __all__ = ["CheckpointError", "Checkpointer", "export_hf", "find_checkpoint"]

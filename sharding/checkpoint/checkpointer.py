@@ -1,8 +1,8 @@
 """Distributed checkpoints: save, find the newest, load on any other sharding, prune, export.
 
-Owns what a trainer calls. How ranks write together is in checkpoint_write.py, what a checkpoint
-consists of in checkpoint_files.py, the names of its tensors in checkpoint_tensors.py. Must not know
-a trainer.
+Owns what a trainer calls. How ranks write together is in writer.py, what a checkpoint consists of
+in files.py, when one may be trusted in damage.py, their order in folder.py, the names of tensors in
+tensors.py. Must not know a trainer.
 
     python -m sharding.checkpoint export CHECKPOINT_OR_RUN OUT [--model actor] [--dtype bfloat16]
 """
@@ -10,11 +10,11 @@ a trainer.
 import json
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,14 +25,31 @@ from torch.optim import Optimizer
 
 from sharding.agree import gather, together
 from sharding.checkpoint import files as files
+from sharding.checkpoint import folder as folders
 from sharding.checkpoint import tensors as tensors
+from sharding.checkpoint.damage import find_damage, read_train_state
 from sharding.checkpoint.files import CheckpointError
-from sharding.checkpoint.storage import SafeReader
-from sharding.checkpoint.writer import CheckpointWriter, Job, causes
+from sharding.checkpoint.storage import SafeReader, causes
+from sharding.checkpoint.writer import CheckpointWriter, Job
 from sharding.fsdp import reshard
 from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)
+
+
+Check = Callable[[int, dict[str, Any]], str | None]
+"""what is wrong with the state of a step, or None"""
+
+
+def accept(_step: int, _state: Mapping[str, Any]) -> None:
+    """A check that finds nothing wrong."""
+
+
+class Saved(NamedTuple):
+    """How a save ended."""
+
+    step: int
+    failure: CheckpointError | None
 
 
 class Checkpointer:
@@ -49,7 +66,7 @@ class Checkpointer:
         *,
         async_save: bool = True,
         max_to_keep: int | None = 2,
-        keep_best: bool = False,
+        keep_best: str | None = None,
         assets: Sequence[Any] = (),
         hf_models: Sequence[str] = (),
         timeout_s: float = 3600,
@@ -59,7 +76,7 @@ class Checkpointer:
             folder: of the checkpoints; made when missing, on a file system that all ranks see.
             async_save: `save` returns when tensors are copied to the host, and a thread writes.
             max_to_keep: newest checkpoints to keep; None = all.
-            keep_best: keep the one with the highest metric besides.
+            keep_best: name of a metric; the one with its highest value is kept besides.
             assets: objects with save_pretrained(folder): tokenizer, generation config.
             hf_models: names of models to write in Hugging Face format too (on rank 0).
             timeout_s: seconds that a rank may write longer than another.
@@ -79,7 +96,9 @@ class Checkpointer:
             hf_models=tuple(hf_models),
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
+        self._pending: Future[Saved] | None = None
+        self._failure: CheckpointError | None = None
+        self._saved_step = 0
         self._staging: dict[str, Tensor] = {}
         self._verified: set[Path] = set()
 
@@ -113,11 +132,13 @@ class Checkpointer:
             state: JSON, equal on all ranks.
             metric: for keep_best; higher is better.
 
+        One that cannot be written is said, and the next save tries again; checkpoints that are
+        there stay as they are.
+
         Raises:
-            CheckpointError: on all ranks, when any rank cannot write, when the disk is too small,
-                or when the save before this one had failed. Earlier checkpoints are untouched.
+            CheckpointError: on all ranks, when two saves in a row could not be written.
         """
-        self.finish()
+        self._settle()
         self._verified.clear()
         for module in models.values():
             reshard(module)
@@ -133,42 +154,101 @@ class Checkpointer:
             "optimizers": tensors.optimizer_groups(models, optimizers),
             "state": state,
         }
-        documents = {files.TRAIN_STATE: json.dumps(train_state, indent=1).encode()}
-        if rank == 0:
-            documents |= self._assets | _model_configs(models)
+        documents = self._assets | _model_configs(models) if rank == 0 else {}
         if self._async:
             table = tensors.stage(table, self._staging)
-        job = Job(step=step, table=table, documents=documents, metric=metric)
+        job = Job(
+            step=step,
+            table=table,
+            train_state=json.dumps(train_state),
+            documents=documents,
+            metric=metric,
+        )
         if self._async:
-            self._pending = self._thread.submit(self._writer.write, job)
+            self._pending = self._thread.submit(self._write, job)
         else:
-            self._writer.write(job)
+            self._note(self._write(job))
+
+    @property
+    def saved_step(self) -> int:
+        """Step of the newest checkpoint that was written or loaded here; 0 = none. Collective."""
+        self._settle()
+        return self._saved_step
 
     def finish(self) -> None:
-        """Wait for the save in flight; raises its CheckpointError on all ranks."""
+        """Wait for the save in flight; raises CheckpointError on all ranks if the last failed."""
+        self._settle()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _write(self, job: Job) -> Saved:
+        try:
+            self._writer.write(job)
+        except CheckpointError as failure:
+            if self._mesh.rank == 0:
+                logger.warning("%s", failure)
+            return Saved(job.step, failure)
+        return Saved(job.step, None)
+
+    def _settle(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            self._note(pending.result())
 
-    def latest(self) -> Path | None:
+    def _note(self, saved: Saved) -> None:
+        before, self._failure = self._failure, saved.failure
+        if saved.failure is None:
+            self._saved_step = saved.step
+        elif before is not None:
+            self._failure = None
+            raise CheckpointError(f"two in a row: {before}; {saved.failure}")
+
+    def latest(
+        self,
+        where: Path | None = None,
+        *,
+        check: Check = accept,
+    ) -> Path | None:
         """The newest checkpoint whose files are all as written, or None; same on all ranks.
 
         Ranks read different files. A damaged checkpoint is skipped with a warning that names it.
 
+        Args:
+            where: a checkpoint, a run or a folder of checkpoints; None = this one's.
+            check: what its state must be besides; called on rank 0.
+
         Raises:
-            CheckpointError: on all ranks: there are checkpoints, and every one is damaged.
+            CheckpointError: on all ranks: there are checkpoints, and every one is damaged, or
+                `where` holds none.
         """
-        self.finish()
-        candidates = self._list()
+        self._settle()
+        candidates = self._on_rank_0(lambda: folders.candidates(where or self.folder))
         for candidate in candidates:
-            damage = self._find_damage(candidate)
+            damage = self._find_damage(candidate, check)
             if damage is None:
                 return candidate
+            if candidate == where:
+                raise CheckpointError(damage)
             if self._mesh.rank == 0:
                 logger.warning("checkpoint %s skipped: %s", candidate.name, damage)
         if candidates:  # to start anew would overwrite them
-            raise CheckpointError(f"{self.folder}: every checkpoint is damaged")
+            raise CheckpointError(f"{where or self.folder}: every checkpoint is damaged")
+        if where is not None:
+            raise CheckpointError(f"{where}: no complete checkpoint here or in checkpoints/")
         return None
+
+    def read_state(self, path: Path) -> dict[str, Any]:
+        """The JSON state of a checkpoint, before any tensor is read; same on all ranks."""
+        return self._on_rank_0(lambda: read_train_state(path))["state"]
+
+    def make_newest(self, path: Path) -> None:
+        """The run goes on from this one: a later start must not find a newer one of its past.
+
+        Does nothing for a checkpoint of another folder.
+        """
+        if path.resolve().parent == self.folder.resolve():
+            self._on_rank_0(lambda: folders.make_newest(path))
 
     def load(
         self,
@@ -178,8 +258,8 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Load in place, whatever sharding, world size and axis order wrote it; returns the state.
 
-        Optimizers get exactly the saved state, parameter groups included. With optimizers, on a
-        world of the same size, random number generators are restored too.
+        Optimizers get exactly the saved state; their hyperparameters stay as they are. With
+        optimizers, on a world of the same size, random number generators are restored too.
 
         Raises:
             CheckpointError: on all ranks: damaged, or it does not hold what is asked for.
@@ -191,7 +271,7 @@ class Checkpointer:
             reshard(module)
         reader = SafeReader(path / files.TENSORS)
         metadata = reader.read_metadata()
-        train_state = json.loads((path / files.TRAIN_STATE).read_bytes())
+        train_state = read_train_state(path)
         rng: dict[str, Tensor] = {}
         if optimizers and train_state["world_size"] == self._mesh.dims.world_size:
             rng = tensors.rng_tensors(self._mesh.rank)
@@ -199,7 +279,7 @@ class Checkpointer:
         try:
             table = {**tensors.model_tensors(models), **rng}
             tensors.check_names(table, metadata)
-            tensors.restore_groups(models, optimizers, train_state["optimizers"])
+            tensors.check_groups(models, optimizers, train_state["optimizers"])
             table |= tensors.optimizer_targets(models, optimizers, metadata)
             load(table, storage_reader=reader, process_group=self._mesh.host_group)
         except CheckpointError as error:
@@ -208,27 +288,28 @@ class Checkpointer:
             raise CheckpointError(f"{path}: {causes(error)}") from error
         if rng:
             tensors.restore_rng(self._mesh.rank, rng)
+        self._saved_step = train_state["step"]
         logger.info("loaded checkpoint %s of step %d", path, train_state["step"])
         return train_state["state"]
 
-    def _find_damage(self, path: Path) -> str | None:
+    def _find_damage(self, path: Path, check: Check = accept) -> str | None:
         """The first damage that any rank finds in its share of the files."""
         size = self._mesh.dims.world_size
-        mine = files.find_damage(path, share=self._mesh.rank, num_shares=size)
+        mine = find_damage(path, share=self._mesh.rank, num_shares=size)
+        if mine is None and self._mesh.rank == 0:
+            train_state = read_train_state(path)
+            mine = check(train_state["step"], train_state["state"])
         found = gather(mine, self._mesh.host_group)
         damage = next((text for text in found if text is not None), None)
         if damage is None:
             self._verified.add(path)
         return damage
 
-    def _list(self) -> list[Path]:
-        """The checkpoints that rank 0 finds; another node may see a new folder later."""
-
-        def look() -> list[Path]:
-            return files.list_checkpoints(self.folder) if self._mesh.rank == 0 else []
-
-        group = self._mesh.host_group
-        return together(look, group, CheckpointError, expected=(OSError, CheckpointError))[0]
+    def _on_rank_0(self, look: Callable[[], Any]) -> Any:
+        """What rank 0 finds: another node may see a new file later."""
+        step = look if self._mesh.rank == 0 else lambda: None
+        group, expected = self._mesh.host_group, (OSError, CheckpointError)
+        return together(step, group, CheckpointError, expected=expected, name_ranks=False)[0]
 
 
 def _render(assets: Sequence[Any]) -> dict[str, bytes]:

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from sharding.checkpoint.files import TENSORS, CheckpointError, find_checkpoint, sync_folder
-from sharding.checkpoint.storage import SafeReader
+from sharding.checkpoint.files import TENSORS, CheckpointError, sync_folder
+from sharding.checkpoint.folder import find_checkpoint
+from sharding.checkpoint.storage import SafeReader, causes
 from sharding.names import tied_names
 
 logger = logging.getLogger(__name__)
@@ -95,7 +97,10 @@ def _read(folder: Path, prefix: str, dtype: torch.dtype | None) -> dict[str, Ten
         raise CheckpointError(f"{folder.parent}: holds no model {prefix.split('.')[1]}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as wanted
-        load(table, storage_reader=reader, no_dist=True)
+        try:
+            load(table, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:
+            raise CheckpointError(f"{folder}: {causes(error)}") from error
     return {name.removeprefix(prefix): tensor for name, tensor in table.items()}
 
 

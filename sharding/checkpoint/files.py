@@ -1,10 +1,10 @@
-"""Files of a checkpoint: durability, the manifest, and which folders are complete.
+"""Files of one checkpoint: durability, the manifest, JSON that is not trusted.
 
-Owns what makes a folder a complete checkpoint. Must not know what the files hold, nor which ranks
-exist.
+Owns how a file gets onto the disk whole, and what the manifest says. Must not know what the other
+files hold, which checkpoints there are, nor which ranks exist.
 
     step_00000012/          written as step_00000012.tmp and renamed when everything is durable
-        manifest.json       bytes and CRC-32 of every other file, step, metric, time of writing
+        manifest.json       bytes and CRC-32 of every other file; step, place in the order, metric
         train_state.json    what is not a tensor
         tensors/            torch distributed checkpoint
         models/NAME/        config.json of each model
@@ -14,22 +14,24 @@ exist.
 """
 
 import json
-import logging
 import math
 import os
-import shutil
+import re
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
-
-logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
 TENSORS = "tensors"
 LATEST = "latest"
+REPLACED = ".replaced"
+"""suffix of the older checkpoint of a step while a newer one takes its name"""
+_NAME = re.compile(r"step_(\d{8,})")
 _CHUNK = 1 << 22
+_LARGEST = 2**53
+"""of whole numbers in a manifest: every JSON reader knows them exactly"""
 
 
 class CheckpointError(RuntimeError):
@@ -41,6 +43,12 @@ class FileRecord(NamedTuple):
 
     num_bytes: int
     crc32: int
+
+
+def step_of(path: Path) -> int | None:
+    """The step that the name of a checkpoint says; None for a name that a save does not give."""
+    match = _NAME.fullmatch(path.name.removesuffix(REPLACED))
+    return int(match[1]) if match else None
 
 
 def write_durably(path: Path, data: bytes) -> FileRecord:
@@ -73,12 +81,13 @@ def record_files(folder: Path, root: Path) -> dict[str, FileRecord]:
             continue
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        records[str(path.relative_to(root))] = _record(path)
+        records[str(path.relative_to(root))] = record_file(path)
     sync_folder(folder)
     return records
 
 
-def _record(path: Path) -> FileRecord:
+def record_file(path: Path) -> FileRecord:
+    """Size and checksum of a file as it is."""
     num_bytes = crc32 = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -96,79 +105,64 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Properties and files of a checkpoint.
+    """Properties and files of a checkpoint, each of the type that it must have.
+
+    step: whole number. sequence: place in the order of writing, from 1; 0 = written by a version
+    that did not know it, ordered by `saved_at` (seconds). metric: number or None, with its
+    metric_name. files: FileRecord by path.
 
     Raises:
-        CheckpointError: there is none or it cannot be read.
+        CheckpointError: there is none, or it is not what a save writes.
     """
+    manifest = read_json(folder / MANIFEST)
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = {"sequence": 0, "metric": None, "metric_name": None, **manifest}
         manifest["files"] = {name: FileRecord(*r) for name, r in manifest["files"].items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        wrong = _first_wrong(manifest)
+    except (LookupError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{folder}: not a complete checkpoint: {error!r}") from error
+    if wrong is not None:
+        raise CheckpointError(f"{folder}: {MANIFEST} is not as it was written: {wrong}")
     return manifest
 
 
-def find_damage(folder: Path, *, share: int = 0, num_shares: int = 1) -> str | None:
-    """What is wrong with the files of a checkpoint, or None.
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; files of other hands may hold anything.
 
-    Reads every `num_shares`-th file in full, so that ranks can divide the work.
+    Raises:
+        CheckpointError: it cannot be read or is no JSON.
     """
     try:
-        files = read_manifest(folder)["files"]
-    except CheckpointError as error:
-        return str(error)
-    for name, record in sorted(files.items())[share::num_shares]:
-        try:
-            found = _record(folder / name)
-        except OSError as error:
-            return f"{folder / name}: {error.strerror}"
-        if found.num_bytes != record.num_bytes:
-            return f"{folder / name}: {found.num_bytes} bytes instead of {record.num_bytes}"
-        if found != record:
-            return f"{folder / name}: wrong checksum"
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        why = f"{path.name}: {error.strerror if isinstance(error, OSError) else repr(error)}"
+        raise CheckpointError(f"{path.parent}: not a complete checkpoint: {why}") from error
+
+
+def is_whole_number(value: Any) -> bool:
+    """A number from 0 on that JSON keeps exactly; true and 1.0 are none."""
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+def _first_wrong(manifest: Mapping[str, Any]) -> str | None:
+    """The first entry of a manifest that no save would have written."""
+    for key in ("step", "sequence"):
+        if not is_whole_number(manifest[key]):
+            return f"{key} = {manifest[key]!r}"
+    if manifest["metric"] is not None and not _is_number(manifest["metric"]):
+        return f"metric = {manifest['metric']!r}"
+    if not isinstance(manifest["metric_name"], str | None):
+        return f"metric_name = {manifest['metric_name']!r}"
+    if manifest["sequence"] == 0 and not math.isfinite(manifest["saved_at"]):
+        return f"saved_at = {manifest['saved_at']!r}"
+    for name, record in manifest["files"].items():
+        path = PurePosixPath(name)
+        if "\0" in name or path.is_absolute() or ".." in path.parts:
+            return f"file name {name!r}"
+        if not all(map(is_whole_number, record)):
+            return f"record of {name}: {list(record)!r}"
     return None
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints below `folder`, the newest written first; before them those without a manifest.
-
-    Not by step: a run that went back to an old checkpoint goes on from there.
-    """
-
-    def age(path: Path) -> tuple[float, str]:
-        try:
-            return read_manifest(path)["saved_at"], path.name
-        except (CheckpointError, KeyError):
-            return math.inf, path.name
-
-    found = [path for path in folder.glob("step_*") if path.is_dir() and not path.suffix]
-    return sorted(found, key=age, reverse=True)
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint meant by a path: itself, or the newest undamaged one of a run's folder.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if (path / MANIFEST).exists():
-        return path
-    for folder in (path, path / "checkpoints"):
-        for candidate in list_checkpoints(folder):
-            damage = find_damage(candidate)
-            if damage is None:
-                return candidate
-            logger.warning("skipped: %s", damage)
-    raise CheckpointError(f"{path}: no complete checkpoint here or in checkpoints/")
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Delete what an interrupted save or deletion left behind."""
-    for path in (*folder.glob("step_*.tmp"), *folder.glob("step_*.deleting")):
-        shutil.rmtree(path)
-
-
-def set_aside(path: Path) -> None:
-    """Mark for `remove_leftovers`, such that half of a checkpoint is never seen."""
-    path.rename(path.with_suffix(".deleting"))
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -14,10 +14,24 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
 
 from sharding.checkpoint.files import CheckpointError, FileRecord
+
+INDEX = ".metadata"
+"""the file among the tensors that says which lies where"""
+_UNREADABLE = (
+    *(OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, LookupError),
+    *(MemoryError, OverflowError, RecursionError, TypeError, ValueError),
+)
+"""what unpickling bytes that are no index may raise"""
 
 
 class _ChecksumStream(io.BufferedIOBase):
@@ -108,15 +122,33 @@ class SafeReader(FileSystemReader):
         Raises:
             CheckpointError: it is missing, cut short, or holds anything else.
         """
-        path = Path(self.path) / ".metadata"
+        path = Path(self.path) / INDEX
         try:
             with path.open("rb") as file:
                 metadata = _MetadataUnpickler(file).load()
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{path}: {error}") from error
+            _check_types(metadata)
+        except _UNREADABLE as error:
+            raise CheckpointError(f"{path}: {error or repr(error)}") from error
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def files_of_tensors(self) -> set[str]:
+        """Names of the files, beside the index, that the tensors lie in. Raises CheckpointError."""
+        return {info.relative_path for info in self.read_metadata().storage_data.values()}
+
+
+def _check_types(metadata: Any) -> None:
+    """Raise TypeError or AttributeError for what unpickles and yet is no index."""
+    if not isinstance(metadata, Metadata):
+        raise TypeError(f"holds a {type(metadata).__name__}")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(name, str) or not isinstance(entry, STORAGE_TYPES):
+            raise TypeError(f"entry {name!r} is a {type(entry).__name__}")
+    for where, info in metadata.storage_data.items():
+        path = info.relative_path
+        if not isinstance(where, MetadataIndex) or not isinstance(path, str) or "/" in path:
+            raise TypeError(f"{where!r} lies in {path!r}")
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -143,3 +175,8 @@ _NAMES = {
     ("pathlib", "PurePosixPath"),
     ("pathlib", "WindowsPath"),
 }
+
+
+def causes(error: CheckpointException) -> str:
+    """The failures of all ranks in one line."""
+    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())

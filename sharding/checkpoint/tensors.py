@@ -62,26 +62,22 @@ def optimizer_groups(
     }
 
 
-def restore_groups(
+def check_groups(
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, Optimizer],
     saved: Mapping[str, list[dict[str, Any]]],
 ) -> None:
-    """Set the hyperparameters of `optimizer_groups` again.
+    """Raise CheckpointError when an optimizer is not in the checkpoint, or groups otherwise.
 
-    Raises:
-        CheckpointError: an optimizer is not in the checkpoint or groups its parameters otherwise.
+    What a group says besides (learning rate, weight decay, ...) is for people: a configuration that
+    has changed since must have its effect.
     """
     found = optimizer_groups(models, optimizers)
-    for name, optimizer in optimizers.items():
+    for name in optimizers:
         if name not in saved:
             raise CheckpointError(f"holds no optimizer of {name}; it holds {sorted(saved)}")
         if [g["params"] for g in found[name]] != [g["params"] for g in saved[name]]:
             raise CheckpointError(f"the optimizer of {name} groups its parameters differently")
-        for group, values in zip(optimizer.param_groups, saved[name], strict=True):
-            for key in values.keys() - {"params"}:
-                value = values[key]
-                group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def optimizer_targets(

@@ -4,11 +4,11 @@ Owns the order of writing, and that all ranks succeed or fail together. Runs in 
 training goes on: it talks on a group of its own and never touches the device. Must not know models.
 """
 
+import json
 import logging
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from sharding.agree import gather, raise_everywhere, together
 from sharding.checkpoint import files as files
+from sharding.checkpoint import folder as folders
+from sharding.checkpoint.damage import bound_train_state
 from sharding.checkpoint.export import write_hf
 from sharding.checkpoint.files import CheckpointError, FileRecord
-from sharding.checkpoint.storage import ChecksumWriter
+from sharding.checkpoint.storage import ChecksumWriter, causes
 from sharding.checkpoint.tensors import local_part
 from sharding.mesh import Mesh
 
@@ -40,6 +42,8 @@ class Job:
 
     step: int
     table: dict[str, Tensor]
+    train_state: str
+    """JSON"""
     documents: dict[str, bytes]
     """by path inside the checkpoint; rank 0's are written"""
     metric: float | None
@@ -54,19 +58,19 @@ class CheckpointWriter:
     group: ProcessGroup
     """gloo, all ranks, used by nothing else"""
     max_to_keep: int | None
-    keep_best: bool
+    keep_best: str | None
+    """name of the metric"""
     hf_models: tuple[str, ...]
 
     def write(self, job: Job) -> None:
         """Write beside, agree, rename. Raises CheckpointError on all ranks or on none."""
         started = time.monotonic()
-        final = self.folder / f"step_{job.step:08d}"
-        beside = final.with_suffix(".tmp")
+        beside = self.folder / f"step_{job.step:08d}.tmp"
         num_bytes = self._total_bytes(job)
         try:
             self._on_rank_0(lambda: self._prepare(beside, num_bytes))
             records = self._write_tensors(beside, job)
-            self._on_rank_0(lambda: self._commit(beside, final, job, records))
+            self._on_rank_0(lambda: self._commit(beside, job, records))
         except CheckpointError as error:
             if self.mesh.rank == 0:
                 shutil.rmtree(beside, ignore_errors=True)
@@ -75,7 +79,8 @@ class CheckpointWriter:
             ) from error
         if self.mesh.rank == 0:
             took = time.monotonic() - started
-            logger.info("wrote checkpoint %s: %.3f GiB, %.1f s", final, num_bytes / 2**30, took)
+            path = beside.with_suffix("")
+            logger.info("wrote checkpoint %s: %.3f GiB, %.1f s", path, num_bytes / 2**30, took)
 
     def _total_bytes(self, job: Job) -> int:
         """Bytes of all ranks' tensors, replicas once."""
@@ -91,7 +96,7 @@ class CheckpointWriter:
 
     def _prepare(self, beside: Path, num_bytes: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        files.remove_leftovers(self.folder)
+        folders.remove_leftovers(self.folder)
         needed = int(num_bytes * (1.02 + 0.5 * len(self.hf_models))) + (1 << 24)
         free = shutil.disk_usage(self.folder).free
         if free < needed:
@@ -114,50 +119,31 @@ class CheckpointWriter:
             for name, record in records.items()
         }
 
-    def _commit(self, beside: Path, final: Path, job: Job, records: dict[str, FileRecord]) -> None:
+    def _commit(self, beside: Path, job: Job, records: dict[str, FileRecord]) -> None:
         """Rank 0, when all tensors are durable: the rest of the files, then the names."""
-        for name, content in job.documents.items():
+        train_state = bound_train_state(json.loads(job.train_state), records)
+        for name, content in {**job.documents, files.TRAIN_STATE: train_state}.items():
             (beside / name).parent.mkdir(parents=True, exist_ok=True)
             records[name] = files.write_durably(beside / name, content)
         for model in self.hf_models:
             write_hf(beside, beside / f"hf_{model}", model=model)
             records |= files.record_files(beside / f"hf_{model}", beside)
         files.sync_folder(beside / files.TENSORS)
-        files.write_manifest(
-            beside, records, {"step": job.step, "metric": job.metric, "saved_at": time.time()}
+        newest = folders.publish(
+            beside,
+            self.folder,
+            step=job.step,
+            files=records,
+            metric=job.metric,
+            metric_name=self.keep_best,
         )
-        if final.exists():
-            files.set_aside(final)
-        beside.rename(final)
-        files.sync_folder(self.folder)
-        files.write_durably(self.folder / files.LATEST, f"{final.name}\n".encode())
+        folders.point_latest_to(newest)
         try:
-            self._prune()
-            files.remove_leftovers(self.folder)
+            folders.prune(self.folder, max_to_keep=self.max_to_keep, best_by=self.keep_best)
         except OSError as error:
             logger.warning("an old checkpoint could not be deleted: %s", error)
-
-    def _prune(self) -> None:
-        """Set aside all but the newest, and the best if asked."""
-        if self.max_to_keep is None:
-            return
-        metrics = {}
-        for path in files.list_checkpoints(self.folder):
-            with suppress(CheckpointError):  # not one of ours to delete
-                metrics[path] = files.read_manifest(path).get("metric")
-        keep = set(list(metrics)[: max(1, self.max_to_keep)])
-        scored = [p for p, metric in metrics.items() if metric is not None and metric == metric]
-        if self.keep_best and scored:
-            keep.add(max(scored, key=lambda path: metrics[path]))
-        for path in metrics.keys() - keep:
-            files.set_aside(path)
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
         """Run it on rank 0; a failure there is a CheckpointError everywhere."""
         step = action if self.mesh.rank == 0 else lambda: None
         together(step, self.group, CheckpointError, expected=FAILURES)
-
-
-def causes(error: CheckpointException) -> str:
-    """The failures of all ranks in one line."""
-    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())

@@ -69,6 +69,69 @@ def test_a_sweep_gives_each_task_its_line_and_its_folder(
     assert "no line 2" in beyond.stderr
 
 
+SRUN = """#!/usr/bin/env bash
+case " $* " in *" --check "*) exit 0 ;; esac
+status="{\\"state\\": \\"${OUTCOME:-}\\", \\"step\\": 3}"
+[ "${OUTCOME:-}" = "" ] || echo "$status" >"$RUN_DIR/status.json"
+if [ "${WAITS_FOR:-}" != "" ]; then
+    kill -USR1 "$PPID"
+    while [ ! -e "$RUN_DIR/$WAITS_FOR" ]; do /bin/sleep 0.05; done
+fi
+exit "${CODE:-0}"
+"""
+SCONTROL = """#!/usr/bin/env bash
+case $1 in
+    requeue) echo "requeued $2" ;;
+    *) echo "NodeAddr=localhost" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("earlier", "this_start", "exit_code", "requeued"),
+    [
+        (None, {"OUTCOME": "finished"}, 0, False),
+        (None, {"OUTCOME": "stopped"}, 0, False),
+        (None, {"OUTCOME": "interrupted"}, 0, False),
+        (None, {"OUTCOME": "preempted"}, 0, True),
+        (None, {"OUTCOME": "failed", "CODE": "1"}, 1, False),
+        (None, {"OUTCOME": "running", "CODE": "1"}, 1, False),
+        (None, {"CODE": "1"}, 1, False),
+        ("finished", {"CODE": "1"}, 1, False),  # refused
+        ("finished", {}, 0, False),  # validated only, or nothing was left
+        ("preempted", {"CODE": "1"}, 1, False),  # refused: not again and again
+        ("preempted", {"WAITS_FOR": "PREEMPT"}, 0, True),  # out of time before it began
+        ("failed", {"OUTCOME": "preempted", "WAITS_FOR": "PREEMPT"}, 0, True),
+        ("STOP", {"OUTCOME": "failed"}, 0, False),  # while it waited in the queue
+    ],
+)
+def test_the_slurm_job_does_what_the_outcome_of_its_start_asks_for(
+    tmp_path: Path, earlier: str | None, this_start: dict[str, str], exit_code: int, requeued: bool
+) -> None:
+    for name, source in (
+        *(("srun", SRUN), ("scontrol", SCONTROL)),
+        ("sleep", "#!/usr/bin/env bash\nexec /bin/sleep 0.02\n"),
+    ):
+        (tmp_path / name).write_text(source)
+        (tmp_path / name).chmod(0o755)
+    run = tmp_path / "run"
+    run.mkdir()
+    if earlier == "STOP":
+        (run / "STOP").touch()
+    elif earlier is not None:
+        (run / "status.json").write_text(f'{{"state": "{earlier}", "step": 3}}\n')
+    before = (run / "status.json").exists() and (run / "status.json").read_text()
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "a"}
+    job |= {"SLURM_RESTART_COUNT": "1", "RUN_DIR": str(run), "SLURM_GPUS_ON_NODE": "1"}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    command = ("bash", "launch/slurm/ppo.sbatch", "ppo_tiny.yaml")
+    result = shell(*command, cwd=ROOT, PATH=path, **job, **this_start)
+    assert result.returncode == exit_code, result.stdout + result.stderr
+    assert ("requeued 7" in result.stdout) == requeued
+    if "OUTCOME" not in this_start and before:
+        assert (run / "status.json").read_text() == before
+
+
 def test_the_kubernetes_example_is_valid_yaml_with_valid_bash() -> None:
     text = (ROOT / "launch" / "kubernetes" / "job.yaml").read_text()
     service, job = yaml.safe_load_all(text)

@@ -130,7 +130,7 @@ def test_a_job_on_two_nodes_stops_resumes_and_ends_as_if_undisturbed(jobs: Jobs)
         assert "mesh: 2 nodes x 1 rank" in jobs.log(name)
 
     log = jobs.log("disturbed")
-    assert "stop requested by SIGTERM" in log and "stop requested by STOP file" in log
+    assert "stop requested by SIGTERM" in log and "stop requested by PREEMPT file" in log
     assert [row["step"] for row in jobs.rows("disturbed")] == list(range(1, STEPS + 1))
     for name in ("actor/pg_loss", "critic/vf_loss", "actor/grad_norm"):
         ours, theirs = ([r[name] for r in jobs.rows(j)] for j in ("disturbed", "undisturbed"))

@@ -160,9 +160,20 @@ def test_the_step_controller_follows_a_sequence_worked_out_by_hand() -> None:
 
 @pytest.mark.parametrize("kind", ["fixed", "adaptive", "step"])
 def test_a_controller_goes_on_from_its_saved_state(kind: str) -> None:
-    first, second = make_kl_controller(Settings(kind)), make_kl_controller(Settings(kind, 0.02))
+    first, second = make_kl_controller(Settings(kind)), make_kl_controller(Settings(kind))
     first.update(0.9, 20)
     second.load_state_dict(first.state_dict())
     for controller in (first, second):
         controller.update(0.1, 20)
     assert first.value == second.value
+
+
+@pytest.mark.parametrize("kind", ["fixed", "adaptive", "step"])
+def test_a_controller_begins_anew_with_a_coefficient_that_was_changed(kind: str) -> None:
+    first, second = make_kl_controller(Settings(kind)), make_kl_controller(Settings(kind, 0.02))
+    first.update(0.9, 20)
+    second.load_state_dict(first.state_dict())
+    assert second.value == 0.02
+    third = make_kl_controller(Settings(kind))
+    third.load_state_dict({"value": 0.05})  # of a version that did not save where it began
+    assert third.value == (0.1 if kind == "fixed" else 0.05)

@@ -51,7 +51,8 @@ class KlControlConfig(Section):
     type: Literal["fixed", "adaptive", "step"] = "fixed"
     """adaptive = proportional to the error, step = times or divided by 1.5 outside a band"""
     kl_coef: Coefficient = 0.001
-    """the coefficient, at the start if it is not fixed"""
+    """the coefficient, at the start if it is not fixed; a resume goes on from where adaptive and
+    step were, unless this is another one"""
     target_kl: Annotated[float, Bound(ge=1e-9, le=1000, usual=(1e-4, 10))] = 0.1
     """KL per token that adaptive and step aim at"""
     horizon: PositiveInt = 10000

@@ -46,15 +46,17 @@ class TrainerConfig(Section):
     critic_warmup: NonNegativeInt = 0
     """iterations in which only the critic is trained"""
     save_freq: MayChange[StepsOrEnd] = 50
-    """iterations between checkpoints; 0 or -1 = only at the end"""
+    """iterations between checkpoints; 0 = only at the end or at a stop, -1 = never"""
     test_freq: MayChange[StepsOrEnd] = 10
-    """iterations between validations; 0 or -1 = only at the end"""
+    """iterations between validations; 0 = only at the end, -1 = never"""
     val_before_train: MayChange[bool] = True
     """validate before the first iteration"""
     val_only: MayChange[bool] = False
-    """validate and end"""
+    """validate and end: nothing of the run changes, the results are in its folder validations"""
     resume_mode: MayChange[FilePath] = "auto"
-    """auto = newest complete checkpoint of the run folder; disable; or a checkpoint's path"""
+    """auto = newest complete checkpoint of the run folder; disable = start anew, an earlier run is
+    set aside; or the path of a checkpoint or run, metrics and samples after its step are set
+    aside"""
     allow_changed_config: MayChange[bool] = False
     """resume although keys have changed that a resumed run should keep"""
     async_save: MayChange[bool] = True
@@ -62,7 +64,8 @@ class TrainerConfig(Section):
     max_ckpt_to_keep: MayChange[PositiveInt | None] = 2
     """older checkpoints are deleted; null = keep all"""
     keep_best: MayChange[str | None] = None
-    """metric whose highest value keeps its checkpoint besides; null = none"""
+    """metric whose highest value keeps its checkpoint besides; with a minus before its name, the
+    lowest; null = none"""
     max_wall_time: MayChange[Seconds | None] = field(default=None, metadata=seconds())
     """stop, save and end after so long: seconds, or [D-]HH:MM:SS; null = never"""
     comm_timeout_s: MayChange[Timeout] = 600.0
@@ -85,3 +88,8 @@ class TrainerConfig(Section):
     """auto = CUDA where there is one"""
     deterministic: bool = False
     """deterministic kernels, and per-sample seeds in SGLang on CUDA: slower"""
+
+    @property
+    def resume_path(self) -> str | None:
+        """The checkpoint that is asked for by name."""
+        return None if self.resume_mode in ("auto", "disable") else self.resume_mode

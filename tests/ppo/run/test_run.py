@@ -1,6 +1,7 @@
 """Runs on two ranks: stopping, failing and finishing together, and what the folder holds after."""
 
 import ctypes
+import errno
 import json
 import logging
 import os
@@ -19,13 +20,13 @@ import torch.distributed as dist
 
 from ppo.config import Config, ConfigError, load_config
 from ppo.errors import InputError
+from ppo.run import signals
 from ppo.run.folder import (
     add_log_handlers,
     git_revision,
     lock_folder,
     read_status,
     remove_log_handlers,
-    set_aside,
     write_status,
 )
 from ppo.run.run import Run, StopRequested
@@ -76,6 +77,7 @@ def _together(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     with open_run(root / "finished", world_size) as run:
+        run.begin()
         seen["nothing to stop"] = run.should_stop()
         start = time.monotonic()
         seen["own result"] = run.drive(steps(0 if rank == 0 else 9, 0.1))
@@ -120,6 +122,13 @@ def _together(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     seen["STOP status"] = read_status(folder)
     with open_run(folder, world_size, restart_count=1) as run:
         seen["STOP after a restart by torchrun"] = run.should_stop()
+
+    with open_run(root / "preempt_file", world_size) as run:
+        if rank == 0:
+            (root / "preempt_file" / "PREEMPT").touch()
+        seen["PREEMPT file"] = outcome(lambda: run.drive(steps(1000, 0.02)))
+    dist.barrier()
+    seen["PREEMPT status"] = read_status(root / "preempt_file")
 
     with open_run(root / "wall_time", world_size, "trainer.max_wall_time=1") as run:
         seen["wall time"] = outcome(lambda: run.drive(steps(1000, 0.02)))
@@ -204,7 +213,8 @@ def test_a_stop_file_stops_the_run_but_an_old_one_does_not(both) -> None:
     _, (seen, _) = both
     assert not seen["stale STOP"]
     assert seen["STOP file"] == "StopRequested: STOP file"
-    assert seen["STOP status"] == {"state": "preempted", "step": 0, "reason": "STOP file"}
+    assert seen["STOP status"] == {"state": "stopped", "step": 0, "reason": "STOP file"}
+    assert seen["PREEMPT status"] == {"state": "preempted", "step": 0, "reason": "PREEMPT file"}
     assert seen["STOP after a restart by torchrun"]
 
 
@@ -221,33 +231,144 @@ def test_the_first_failure_is_the_reason(both) -> None:
     assert seen["failed"] == expected
 
 
-def test_resume_disable_holds_for_the_first_start_and_sets_old_checkpoints_aside(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "checkpoints" / "step_00000005").mkdir(parents=True)
-    (tmp_path / "config.yaml").write_text("of an earlier run")
+def record_of(folder: Path) -> dict[str, bytes]:
+    """Every file of a run but logs and lock, which are of processes."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    names = {str(path.relative_to(folder)): path for path in files}
+    return {
+        name: path.read_bytes()
+        for name, path in names.items()
+        if not name.startswith(("logs/", "lock", "validations/"))
+    }
+
+
+def leave_a_run(folder: Path, state: str = "finished") -> dict[str, bytes]:
+    """What an earlier run has left."""
+    for name in (
+        *("checkpoints/step_00000003/manifest.json", "samples/train_00000003.jsonl"),
+        *("tensorboard/events.1", "metrics.jsonl", "config.yaml", "starts.jsonl"),
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{name} of an earlier run")
+    write_status(folder, state, step=3, reason="")  # pyright: ignore[reportArgumentType]
+    return record_of(folder)
+
+
+def test_what_is_set_aside_is_set_aside_whole(tmp_path: Path, caplog) -> None:
+    earlier = leave_a_run(tmp_path)
     with init_distributed(torch.device("cpu")):
         with open_run(tmp_path, 1, "trainer.resume_mode=disable") as run:
-            assert run.resume_mode == "disable"
-            assert not (tmp_path / "checkpoints").exists()
-            assert (tmp_path / "checkpoints.old1" / "step_00000005").is_dir()
-            assert "resume_mode: disable" in (tmp_path / "config.yaml").read_text()
-        with open_run(tmp_path, 1, "trainer.resume_mode=disable", restart_count=1) as run:
-            assert run.resume_mode == "disable"  # it ended before its first checkpoint
-        (tmp_path / "checkpoints").mkdir()
-        with open_run(tmp_path, 1, "trainer.resume_mode=disable", restart_count=1) as run:
-            assert run.resume_mode == "auto"
-            assert (tmp_path / "checkpoints").exists()
+            assert record_of(tmp_path) == earlier  # not before the start is accepted
+            run.begin(anew=True)
+            assert record_of(tmp_path / "old1") == earlier
+            now = record_of(tmp_path)
+            assert set(now) - {f"old1/{name}" for name in earlier} == {
+                *("config.yaml", "starts.jsonl", "status.json"),
+            }
+            assert "resume_mode: disable" in now["config.yaml"].decode()
+        assert f"is now in {tmp_path / 'old1'}" in caplog.text
+        (tmp_path / "metrics.jsonl").write_text("{}\n")
+        with open_run(tmp_path, 1, restart_count=1) as run:
+            run.begin(anew=True)  # torchrun's restart before a first checkpoint: its own rows
+            assert (tmp_path / "metrics.jsonl").exists()
+        with open_run(tmp_path, 1) as run:
+            run.begin(anew=True)
+        assert (tmp_path / "old2" / "metrics.jsonl").exists()
+    assert record_of(tmp_path / "old1") == earlier
 
 
-def test_a_resume_leaves_config_yaml_alone_until_the_change_is_accepted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", ["finished", "preempted", "stopped", "interrupted", "failed"])
+def test_a_start_that_is_refused_leaves_the_record_of_a_run_as_it_is(tmp_path, state) -> None:
+    earlier = leave_a_run(tmp_path, state)
     with init_distributed(torch.device("cpu")):
-        with open_run(tmp_path, 1, "trainer.seed=1"):
+        for error in (InputError("changed key"), MemoryError()):
+            with pytest.raises(type(error)), open_run(tmp_path, 1):
+                raise error
+    assert record_of(tmp_path) == earlier
+
+
+def test_a_start_that_does_not_train_writes_into_a_folder_of_its_own(tmp_path: Path) -> None:
+    earlier = leave_a_run(tmp_path)
+    with init_distributed(torch.device("cpu")):
+        for mode in ("auto", "disable"):
+            overrides = ("trainer.val_only=true", f"trainer.resume_mode={mode}")
+            with open_run(tmp_path, 1, *overrides) as run:
+                run.begin(step=1, anew=True)
+                (run.record / "metrics.jsonl").touch()
+    assert record_of(tmp_path) == earlier
+    for number in ("1", "2"):
+        folder = tmp_path / "validations" / number
+        assert read_status(folder) == {"state": "finished", "step": 1, "reason": ""}
+        names = {"status.json", "config.yaml", "starts.jsonl", "metrics.jsonl"}
+        assert set(record_of(folder)) == names
+
+
+def test_a_start_with_nothing_left_to_do_says_finished_unless_it_stands_there(tmp_path) -> None:
+    with init_distributed(torch.device("cpu")):
+        earlier = leave_a_run(tmp_path)
+        with open_run(tmp_path, 1) as run:
+            run.nothing_left(1)  # it went on from an early checkpoint
+        assert record_of(tmp_path) == earlier
+        for state in ("failed", "preempted"):
+            leave_a_run(tmp_path, state)
+            with open_run(tmp_path, 1) as run:
+                run.nothing_left(3)
+            assert read_status(tmp_path) == {"state": "finished", "step": 3, "reason": ""}
+
+
+def test_a_run_that_was_killed_is_said_to_have_failed_by_the_next_start(tmp_path, caplog) -> None:
+    write_status(tmp_path, "running", step=7, reason="")
+    with init_distributed(torch.device("cpu")):
+        with pytest.raises(InputError), open_run(tmp_path, 1):
+            raise InputError("changed key")
+        status = read_status(tmp_path)
+        assert status is not None and (status["state"], status["step"]) == ("failed", 7)
+        assert "killed" in status["reason"] and "after step 7" in caplog.text
+        with open_run(tmp_path, 1) as run:
+            run.begin(step=6)
+            assert read_status(tmp_path) == {"state": "running", "step": 6, "reason": ""}
+
+
+def test_config_yaml_has_no_change_that_was_refused(tmp_path: Path) -> None:
+    with init_distributed(torch.device("cpu")):
+        with open_run(tmp_path, 1, "trainer.seed=1") as run:
+            run.begin()
             assert load_config(tmp_path / "config.yaml").trainer.seed == 1
         with open_run(tmp_path, 1, "trainer.seed=2") as run:
             assert load_config(tmp_path / "config.yaml").trainer.seed == 1
-            run.save_config()
+            run.begin()
             assert load_config(tmp_path / "config.yaml").trainer.seed == 2
+
+
+def full_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_the_outcome_is_written_on_a_full_disk_too(tmp_path: Path, monkeypatch, caplog) -> None:
+    """No new file gets a block; a block that is there can be written over."""
+    with init_distributed(torch.device("cpu")):
+        with open_run(tmp_path, 1) as run:
+            run.begin()
+            run.status("running", 5)
+            monkeypatch.setattr(Path, "write_text", full_disk)
+        assert read_status(tmp_path) == {"state": "finished", "step": 5, "reason": ""}
+        monkeypatch.undo()
+        with pytest.raises(KeyError, match="boom"), open_run(tmp_path, 1) as run:
+            run.begin(step=5)
+            monkeypatch.setattr(Path, "write_text", full_disk)
+            raise KeyError("boom" * 600)
+        status = read_status(tmp_path)
+        assert status is not None and status["reason"].startswith("rank 0: KeyError: 'boomboom")
+        monkeypatch.undo()
+        with open_run(tmp_path, 1) as run:
+            run.begin(step=5)
+            monkeypatch.setattr(Path, "write_text", full_disk)
+            monkeypatch.setattr(Path, "open", full_disk)
+        assert "status.json does not say finished: [Errno 28]" in caplog.text
+        monkeypatch.undo()
+        monkeypatch.setattr(Path, "write_text", full_disk)
+        with pytest.raises(ConfigError, match="No space left"), open_run(tmp_path / "new", 1):
+            pass
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
@@ -281,16 +402,6 @@ def test_a_folder_is_one_jobs_at_a_time_and_free_when_the_job_is_gone(tmp_path: 
     lock_folder(tmp_path, patience_s=5).close()
 
 
-def test_setting_aside_never_overwrites(tmp_path: Path) -> None:
-    for number in (1, 2):
-        (tmp_path / "checkpoints").mkdir()
-        (tmp_path / "checkpoints" / str(number)).touch()
-        set_aside(tmp_path / "checkpoints")
-    set_aside(tmp_path / "checkpoints")  # nothing there
-    assert (tmp_path / "checkpoints.old1" / "1").exists()
-    assert (tmp_path / "checkpoints.old2" / "2").exists()
-
-
 def test_a_warning_of_every_rank_is_on_the_console_once(tmp_path: Path, capfd) -> None:
     for rank in (0, 1):
         handlers = add_log_handlers(tmp_path, rank)
@@ -308,7 +419,12 @@ def test_status_is_replaced_whole(tmp_path: Path) -> None:
     write_status(tmp_path, "running", step=1, reason="")
     write_status(tmp_path, "failed", step=2, reason="no\nwords")
     assert read_status(tmp_path) == {"state": "failed", "step": 2, "reason": "no\nwords"}
+    write_status(tmp_path, "stopped", step=3, reason="")  # shorter
+    assert read_status(tmp_path) == {"state": "stopped", "step": 3, "reason": ""}
     assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
+    for content in ("", "[1]", "{}", '{"state": 1, "step": "x"}'):
+        (tmp_path / "status.json").write_text(content)
+        assert read_status(tmp_path) is None
 
 
 def test_the_revision_is_of_the_program_and_none_outside_of_git(tmp_path: Path) -> None:
@@ -317,6 +433,7 @@ def test_the_revision_is_of_the_program_and_none_outside_of_git(tmp_path: Path) 
 
 def _stuck_run(folder: Path) -> None:
     """A run whose main thread hangs in C, as in a collective whose partners are gone."""
+    signals.ECHO_S = 0.5
     with init_distributed(torch.device("cpu")), open_run(folder, 1):
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         mutex = ctypes.create_string_buffer(64)
@@ -332,34 +449,44 @@ def _waiting_run(folder: Path) -> None:
         run.status("running", 4)
         print("waiting", flush=True)
         run.drive(steps(10_000, 0.01))
+    sys.exit(run.exit_code)
 
 
-@pytest.mark.parametrize(
-    ("entry", "limit_s"), [("_waiting_run", 4), ("_stuck_run", 9)], ids=["waiting", "stuck in C"]
-)
-def test_ctrl_c_ends_a_run_and_its_children_within_ten_seconds(
-    tmp_path: Path, entry: str, limit_s: float
-) -> None:
+def _start(entry: str, folder: Path) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c",
          "import sys; from pathlib import Path; from tests.ppo.run import test_run;"
-         f"test_run.{entry}(Path(sys.argv[1]))", str(tmp_path)],
+         f"test_run.{entry}(Path(sys.argv[1]))", str(folder)],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
     assert process.stdout is not None
     process.stdout.readline()
-    time.sleep(1)  # the line says that the next call is the one to be hit
-    children = descendants(process.pid)
-    start = time.monotonic()
-    for _ in range(2):  # the terminal's and torchrun's
-        process.send_signal(signal.SIGINT)
+    time.sleep(0.5)  # the line says that the next call is the one to be hit
+    return process
+
+
+def test_ctrl_c_saves_and_a_second_one_ends_a_run_that_hangs_with_its_children(tmp_path) -> None:
+    waiting, stuck = (_start(f"_{name}_run", tmp_path / name) for name in ("waiting", "stuck"))
+    children = descendants(stuck.pid)
+    assert len(children) == 1
+    for _ in range(2):  # the terminal's and torchrun's: one Ctrl-C
+        waiting.send_signal(signal.SIGINT)
+        stuck.send_signal(signal.SIGINT)
         time.sleep(0.1)
-    assert process.wait(20) != 0
-    assert time.monotonic() - start < limit_s
-    status = read_status(tmp_path)
-    assert status is not None and status["reason"] == "rank 0: interrupted (Ctrl-C)"
-    assert len(children) == (entry == "_stuck_run")
+    _, said = waiting.communicate(timeout=20)
+    assert waiting.returncode in (130, -signal.SIGINT) and "Traceback" not in said
+    assert said.count("a second one ends it at once") == 1
+    status = {"state": "interrupted", "step": 4, "reason": "Ctrl-C"}
+    assert read_status(tmp_path / "waiting") == status
+    time.sleep(0.6)
+    assert stuck.poll() is None
+    stuck.send_signal(signal.SIGINT)
+    _, said = stuck.communicate(timeout=20)
+    assert stuck.returncode == 130 and "Traceback" not in said
+    failed = {"state": "failed", "step": 0, "reason": "rank 0: interrupted (Ctrl-C), not saved"}
+    assert read_status(tmp_path / "stuck") == failed
     for child in children:
         assert not Path(f"/proc/{child}").exists() or _is_zombie(child)
 
