@@ -38,7 +38,7 @@ class DataError(InputError):
         column: str | None = None,
     ) -> None:
         self.file, self.row, self.column, self.problem = str(file), row, column, problem
-        where = [str(file)] if row is None else [_place(file, row, line)]
+        where = [_place(file, row, line)]
         if column is not None:
             where.append(f"column '{column}'")
         super().__init__(f"{', '.join(where)}: {problem}")
@@ -203,5 +203,9 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def _place(file: str | Path, row: int, line: int | None) -> str:
-    return f"{file}, row {row}" + (f" (line {line})" if line is not None else "")
+def _place(file: str | Path, row: int | None, line: int | None) -> str:
+    """File and row; a name that is not UTF-8 is escaped, messages are written to files."""
+    name = str(file).encode("utf-8", "backslashreplace").decode()
+    if row is None:
+        return name
+    return f"{name}, row {row}" + (f" (line {line})" if line is not None else "")

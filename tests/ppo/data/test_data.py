@@ -178,6 +178,17 @@ def test_only_regular_files_are_read(tmp_path):
             load(str(tmp_path / name))
 
 
+def test_a_file_name_that_is_not_utf8_is_escaped_in_messages(tmp_path):
+    path = tmp_path / os.fsdecode(b"\xff.jsonl")
+    write_jsonl(path, [simple_row()])
+    prompt = load(str(path))[0]
+    assert prompt.where.endswith(r"\udcff.jsonl, row 0 (line 1)")
+    path.write_text("[")
+    with pytest.raises(DataError, match=r"\\udcff\.jsonl, row 0") as error:
+        load(str(path))
+    str(error.value).encode()
+
+
 def test_a_file_that_the_system_will_not_read_is_named(tmp_path):
     (tmp_path / "a.jsonl").symlink_to("/proc/self/mem")  # regular, and an I/O error at its start
     with pytest.raises(DataError, match=r"a\.jsonl: cannot be read: Input/output error"):
