@@ -126,12 +126,13 @@ def _values(batch: "pyarrow.RecordBatch", path: Path, index: int) -> list[dict[s
     try:
         return batch.to_pylist()
     except ValueError:  # text that is not UTF-8: in which row and column?
-        for row, name in itertools.product(range(len(batch)), batch.schema.names):
-            try:
-                batch.column(name)[row].as_py()
-            except ValueError as error:
-                problem = f"is not readable: {error}"
-                raise DataError(path, problem, row=index + row, column=name) from error
+        for row in range(len(batch)):
+            for name in batch.schema.names:
+                try:
+                    batch.column(name)[row].as_py()
+                except ValueError as error:
+                    problem = f"is not readable: {error}"
+                    raise DataError(path, problem, row=index + row, column=name) from error
         raise
 
 

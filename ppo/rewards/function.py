@@ -49,15 +49,23 @@ def functions_of(settings: FunctionSettings) -> list[Function]:
             f"reward.function: {len(paths)} in path, {len(names)} in name and {len(weights)} in "
             "weights do not fit together: write one path, or one name, or as many of each"
         )
-    paths, names = (given * number if len(given) == 1 else given for given in (paths, names))
-    is_unique = len(set(names)) == number
+    paths = list(paths) * (number // len(paths))
+    names = list(names) * (number // len(names))
     return [
-        Function(
-            *(path, name, settings.kwargs, settings.style, weight),
-            label=name if is_unique else f"{Path(path or '').stem}.{name}",
+        Function(path, name, settings.kwargs, settings.style, weight, label)
+        for path, name, weight, label in zip(
+            paths, names, weights, _labels(paths, names), strict=True
         )
-        for path, name, weight in zip(paths, names, weights, strict=True)
     ]
+
+
+def _labels(paths: Sequence[str | None], names: Sequence[str]) -> Sequence[str]:
+    """A different label for each function, as short as can be."""
+    stems = [Path(path or "").stem for path in paths]
+    for labels in (names, [".".join(pair) for pair in zip(stems, names, strict=True)]):
+        if len(set(labels)) == len(names):
+            return labels
+    return [f"{index}.{name}" for index, name in enumerate(names)]
 
 
 def check_function(function: Function) -> None:

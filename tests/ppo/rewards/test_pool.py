@@ -310,6 +310,16 @@ def test_scores_of_several_functions_are_summed_and_each_is_a_metric(tmp_path):
         assert score(pool, request("a")) == [RewardResult(8.0, extra=extra)]
 
 
+def test_every_function_has_a_label_of_its_own():
+    def labels(*paths: str, names: list[str]) -> list[str]:
+        function = RewardFunctionConfig(path=list(paths), name=names)
+        return [function.label for function in functions_of(function)]
+
+    assert labels("a/x.py", names=["f", "g"]) == ["f", "g"]
+    assert labels("a/x.py", "a/y.py", names=["f"]) == ["x.f", "y.f"]
+    assert labels("a/x.py", "b/x.py", names=["f"]) == ["0.f", "1.f"]
+
+
 @pytest.mark.parametrize(
     ("paths", "names", "weights"),
     [(2, 3, None), (3, 2, None), (2, 2, [1.0]), (1, 1, [1.0, 2.0]), (0, 1, None), (1, 0, None)],
