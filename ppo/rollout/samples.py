@@ -69,12 +69,18 @@ def log_samples(tracker: Tracker, scorer: Scorer, batch: RolloutBatch, step: int
 def kept_on_failure(
     tracker: Tracker, scorer: Scorer, batch: RolloutBatch, step: int
 ) -> Iterator[None]:
-    """When too many rewards fail in the block, all samples of the step are kept: they show why."""
+    """When too many rewards fail in the block, all samples of the step are kept: they show why.
+
+    Collective then: ranks that ended earlier would have torchrun kill the one that writes.
+    """
     try:
         yield
     except RewardsFailed:
-        if dist.get_rank() == 0:
-            tracker.samples(step, sample_rows(batch, scorer), split="train", num_text=0)
+        try:
+            if dist.get_rank() == 0:
+                tracker.samples(step, sample_rows(batch, scorer), split="train", num_text=0)
+        finally:
+            dist.barrier(group=scorer.run.mesh.host_group)
         raise
 
 

@@ -70,8 +70,11 @@ def sample_and_score(
             failure = error
     samples = [row for batch in batches for row in sample_rows(batch, scorer)]
     rows = [{"prompt_index": i // n, "sample": i % n} | row for i, row in enumerate(samples)]
-    if dist.get_rank() == 0:
-        keep(rows)
+    try:
+        if dist.get_rank() == 0:
+            keep(rows)
+    finally:
+        dist.barrier(group=scorer.run.mesh.host_group)  # see kept_on_failure
     if failure is not None:
         raise failure
     return rows
