@@ -74,7 +74,7 @@ def train(config: Config, run: Run) -> None:
         actor, critic = models.actor, models.critic
         scorer = build_scorer(config, run, prompts, pool)
         collector = owned.enter_context(open_collector(config, run, prompts, actor))
-        batchers = make_batchers(config, run.mesh, prompts.tokenizer, actor)
+        batchers = make_batchers(config, run.mesh, models)
         if start is not None:
             load_models(config, checkpoints, models, start)
         models.rest()

@@ -40,6 +40,12 @@ class LogitTransform(NamedTuple):
     softcap: float | None = None
     """c of z = c * tanh(x / c) (Gemma 2), or None."""
 
+    def __call__(self, product: Tensor) -> Tensor:
+        """Logits z for products x of hidden states and head, of any shape."""
+        if self.softcap is None:
+            return self.scale * product
+        return self.softcap * torch.tanh(product * (self.scale / self.softcap))
+
 
 class _Options(NamedTuple):
     transform: LogitTransform

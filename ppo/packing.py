@@ -7,7 +7,7 @@ so that no collective is needed to agree.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,13 @@ from torch import Tensor
 from ppo.batch import RolloutBatch
 from ppo.config import ActorConfig, Config, CriticConfig
 from ppo.models.build import is_packable
-from ppo.models.learner import Learner, Model
+from ppo.models.learner import Model
+from ppo.models.roles import Models
 from sharding.mesh import Mesh
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+PAD_ID = 0
+"""an id that every model has: no real token attends to padding, so that it may be any; a
+tokenizer's padding token may lie outside of the model's embedding"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,6 @@ def make_micro_batch(
     packed: bool = True,
     sp: int = 1,
     sp_rank: int = 0,
-    pad_id: int = 0,
 ) -> MicroBatch:
     """Lay the sequences out as one packed row [1, N] (this rank's 1/sp slice) or padded [b, S].
 
@@ -157,7 +158,7 @@ def make_micro_batch(
     """
     documents = [
         torch.tensor(list(batch.prompts[i].prompt_ids) + batch.response_ids[i]) for i in indices
-    ] or [torch.tensor([pad_id])]
+    ] or [torch.tensor([PAD_ID])]
     lengths = [len(d) for d in documents]
     width = max(lengths)
     starts = [0]
@@ -172,11 +173,11 @@ def make_micro_batch(
         torch.cat(x) if x else torch.zeros(0, dtype=torch.long) for x in (rows, cols, positions)
     )
     if packed:
-        inputs, kept, offset = _packed_inputs(documents, pad_id, sp, sp_rank)
+        inputs, kept, offset = _packed_inputs(documents, sp, sp_rank)
         inside = (position >= offset) & (position < offset + inputs["input_ids"].numel())
         row, col, position = row[inside], col[inside], position[inside] - offset
     else:
-        inputs, kept = _padded_inputs(documents, width, pad_id), sum(lengths)
+        inputs, kept = _padded_inputs(documents, width), sum(lengths)
     labels = torch.tensor(
         [batch.response_ids[i][t] for i, t in zip(row.tolist(), col.tolist(), strict=True)],
         dtype=torch.long,
@@ -196,13 +197,13 @@ def make_micro_batch(
 
 
 def _packed_inputs(
-    documents: list[Tensor], pad_id: int, sp: int, sp_rank: int
+    documents: list[Tensor], sp: int, sp_rank: int
 ) -> tuple[dict[str, Tensor], int, int]:
     """One row cut into sp slices; padding to a multiple of sp is one more document."""
     pad = -sum(len(d) for d in documents) % sp
     total = sum(len(d) for d in documents)
     if pad:
-        documents = [*documents, torch.full((pad,), pad_id)]
+        documents = [*documents, torch.full((pad,), PAD_ID)]
     ids = torch.cat(documents)  # [sp * N]
     positions = torch.cat([torch.arange(len(d)) for d in documents])
     bounds = torch.tensor([0] + [len(d) for d in documents]).cumsum(0)
@@ -216,10 +217,10 @@ def _packed_inputs(
     return inputs, max(0, min(total - offset, size)), offset
 
 
-def _padded_inputs(documents: list[Tensor], width: int, pad_id: int) -> dict[str, Tensor]:
+def _padded_inputs(documents: list[Tensor], width: int) -> dict[str, Tensor]:
     lengths = torch.tensor([len(d) for d in documents])
     mask = torch.arange(width) < lengths[:, None]  # [b, S]
-    ids = torch.full(mask.shape, pad_id)
+    ids = torch.full(mask.shape, PAD_ID)
     ids[mask] = torch.cat(documents)
     position_ids = torch.arange(width).expand(len(documents), -1) * mask
     return {"input_ids": ids, "position_ids": position_ids, "attention_mask": mask.long()}
@@ -235,7 +236,6 @@ class Batcher:
     mesh: Mesh
     budget: Budget
     packed: bool
-    pad_id: int
 
     def plan(self, batch: RolloutBatch, indices: Sequence[int]) -> list[list[int]]:
         """Sequences of each of this rank's micro-batches; every rank has equally many.
@@ -255,7 +255,6 @@ class Batcher:
             packed=self.packed,
             sp=self.mesh.dims.sp,
             sp_rank=self.mesh.sp_rank,
-            pad_id=self.pad_id,
         )
 
 
@@ -267,15 +266,16 @@ class Batchers(NamedTuple):
     ref: Batcher
 
 
-def make_batchers(
-    config: Config, mesh: Mesh, tokenizer: "PreTrainedTokenizerBase", actor: Learner
-) -> Batchers:
+def make_batchers(config: Config, mesh: Mesh, models: Models) -> Batchers:
     """Budgets of the updates and of the forward-only pass of the reference."""
-    batcher = partial(make_batcher, config, mesh, actor, pad_id_of(tokenizer))
+    actor, critic = config.actor, config.critic
+    batcher = partial(make_batcher, config, mesh)
     return Batchers(
-        actor=batcher(tokens=config.actor.ppo_max_token_len_per_gpu),
-        critic=batcher(tokens=config.critic.ppo_max_token_len_per_gpu, section=config.critic),
-        ref=batcher(tokens=config.ref.log_prob_max_token_len_per_gpu),
+        actor=batcher(models.actor, tokens=actor.ppo_max_token_len_per_gpu),
+        critic=batcher(
+            models.critic or models.actor, tokens=critic.ppo_max_token_len_per_gpu, section=critic
+        ),
+        ref=batcher(models.actor, tokens=config.ref.log_prob_max_token_len_per_gpu),
     )
 
 
@@ -283,7 +283,6 @@ def make_batcher(
     config: Config,
     mesh: Mesh,
     model: Model,
-    pad_id: int,
     *,
     tokens: int,
     section: ActorConfig | CriticConfig | None = None,
@@ -303,10 +302,4 @@ def make_batcher(
         balance=config.trainer.balance_batch,
         hidden_size=model.hf_config.hidden_size,
     )
-    return Batcher(mesh=mesh, budget=budget, packed=packed, pad_id=pad_id)
-
-
-def pad_id_of(tokenizer: "PreTrainedTokenizerBase") -> int:
-    pad_id = tokenizer.pad_token_id
-    assert isinstance(pad_id, int), pad_id  # load_tokenizer has seen to it
-    return pad_id
+    return Batcher(mesh=mesh, budget=budget, packed=packed)

@@ -12,6 +12,7 @@ from ppo.data.prompts import PromptSets
 from ppo.data.sampler import PromptSampler
 from ppo.errors import InputError
 from ppo.kl import KLController
+from ppo.models.folder import files_to_keep, model_folder
 from ppo.models.roles import Models
 from ppo.run.run import Run
 from sharding.checkpoint import Checkpointer, CheckpointError
@@ -26,13 +27,14 @@ CHANGED_KEY_ADVICE = (
 
 def open_checkpoints(config: Config, run: Run, prompts: PromptSets) -> Checkpointer:
     """The checkpoints of the run folder."""
+    folder = model_folder(config.model.path, run.mesh, run.dir)
     return Checkpointer(
         run.dir / "checkpoints",
         run.mesh,
         async_save=config.trainer.async_save,
         max_to_keep=config.trainer.max_ckpt_to_keep,
         keep_best=config.trainer.keep_best,
-        assets=[prompts.tokenizer],
+        assets=[prompts.tokenizer, *files_to_keep(folder)],
         hf_models=config.saving("hf_model"),
     )
 

@@ -19,6 +19,8 @@ import train_ppo
 from ppo.config import ConfigError
 from ppo.rollout.collector import Collector
 from ppo.rollout.scoring import Scorer
+from sharding.checkpoint import export_hf
+from sharding.checkpoint.folder import list_checkpoints
 from tests.distributed import run_distributed
 from tests.test_train import COMPARED, rows_of, train_here
 
@@ -158,6 +160,18 @@ def test_an_accepted_change_of_the_configuration_has_its_effect(two_ranks):
     [[changed], [whole]] = (state["optimizers"]["actor"] for state in states)
     settings = ("weight_decay", "betas", "eps", "lr")
     assert [changed[key] for key in settings] == [0.2, [0.8, 0.95], 1e-4, whole["lr"]]
+
+
+@pytest.mark.distributed
+def test_what_ends_a_response_travels_with_the_model(two_ranks, tmp_path):
+    """The policy that is exported stops where the one that was trained stops."""
+    run = two_ranks[0] / "whole"
+    want = (run / "tiny_model" / "generation_config.json").read_bytes()
+    assert len(json.loads(want)["eos_token_id"]) == 32
+    for step in list_checkpoints(run / "checkpoints"):
+        assert (step / "assets" / "generation_config.json").read_bytes() == want
+    out = export_hf(run, tmp_path / "hf")
+    assert (out / "generation_config.json").read_bytes() == want
 
 
 def moved_and_resharded(rank: int, world_size: int, folder: str) -> list[Any]:

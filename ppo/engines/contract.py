@@ -4,9 +4,11 @@ Owns the request and completion types and the order of calls. Must not know any 
 trainer's loop or how requests are spread over replicas.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+
+from ppo.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +149,19 @@ def check_requests(
             )
 
 
-def stop_token_ids(tokenizer: Any, generation_config: Any) -> tuple[int, ...]:
-    """End-of-sequence ids of the tokenizer and of the model's generation config, ascending."""
-    ids = {tokenizer.eos_token_id}
-    extra = getattr(generation_config, "eos_token_id", None)
-    ids.update(extra if isinstance(extra, (list, tuple)) else [extra])
-    return tuple(sorted(i for i in ids if i is not None))
+def stop_token_ids(tokenizer: Any, *configs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids that end a response, ascending: of the tokenizer and `eos_token_id` of every config.
+
+    configs: generation_config.json, config.json, and its text_config. Engines know none of these
+    by themselves, so that all end where one ends.
+    Raises InputError for an eos_token_id that is neither an id nor a list of ids.
+    """
+    found = {tokenizer.eos_token_id} - {None}
+    for config in configs:
+        value = config.get("eos_token_id")
+        ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        wrong = [i for i in ids if not isinstance(i, int) or isinstance(i, bool)]
+        if wrong:
+            raise InputError(f"eos_token_id = {value!r} of the model: {wrong[0]!r} is no token id")
+        found.update(ids)
+    return tuple(sorted(found))

@@ -89,7 +89,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    documents: Documents,
+    documents: Documents | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -100,8 +100,16 @@ def packed_attention(
 
     Rows are packed documents or right-padded sequences: with causal attention no real token sees
     the padding, so no mask is needed and none is taken.
+    Raises InputError for a family whose layers do not say where documents end, or mask by
+    themselves.
     """
-    assert attention_mask is None and dropout == 0.0, (attention_mask, dropout)
+    if documents is None or attention_mask is not None:
+        lacking = "where documents end" if documents is None else "its attention without a mask"
+        raise InputError(
+            f"{type(module).__name__} is not told {lacking}: set "
+            "model.attn_implementation=eager, with which sequences are padded"
+        )
+    assert dropout == 0.0, dropout
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [n, h, d]
     if documents.sp_group is not None:

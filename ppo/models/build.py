@@ -8,6 +8,7 @@ Letters: N packed tokens of this rank, b x S padded tokens, D documents, K score
 """
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from torch import nn
 from ppo.config import FsdpConfig, ModelConfig
 from ppo.errors import InputError
 from ppo.models.forward import (
+    Findings,
+    can_pack,
     install_input_hook,
     is_packable,
     label_logprobs,
@@ -26,10 +29,20 @@ from ppo.models.forward import (
     replace_forward,
     values,
 )
-from ppo.models.weights import HostCopy, WeightsError, load_weights, materialize, raise_problems
+from ppo.models.verify import examine
+from ppo.models.weights import (
+    HostCopy,
+    WeightsError,
+    load_weights,
+    materialize,
+    raise_problems,
+    remember_names,
+)
 from sharding.activations import checkpoint_activations, offload_activations
+from sharding.agree import together
 from sharding.fsdp import shard_model
 from sharding.mesh import Mesh
+from sharding.names import tied_names
 
 __all__ = ["build_causal_lm", "build_value_model", "is_packable", "load_hf_config"]
 
@@ -57,11 +70,15 @@ def load_hf_config(path: str | Path, model_config: ModelConfig) -> Any:
         if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float) and value > 0:
             logger.info("%s: %s=%s is set to 0", path, key, value)
             setattr(config, key, 0.0)
+    text = config.get_text_config()
+    if (getattr(text, "pad_token_id", None) or 0) >= getattr(text, "vocab_size", sys.maxsize):
+        logger.info("%s: pad_token_id=%s is no id of the model", path, text.pad_token_id)
+        text.pad_token_id = None  # else its embedding could not be built; nothing pads with it
     return config
 
 
 def build_causal_lm(
-    path: str | Path,
+    path: Path,
     mesh: Mesh,
     *,
     model_config: ModelConfig,
@@ -84,18 +101,19 @@ def build_causal_lm(
     Raises InputError for a model that does not fit the mesh or weights that do not fit the model.
     Collective over all ranks.
     """
-    module = _on_meta(path, model_config, dtype)
-    head = module.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
-        raise InputError(f"{type(module).__name__}: needs an output head without bias")
-    _replace(module, mesh, model_config, label_logprobs)
+    hf_config = load_hf_config(path, model_config)
+    module = _on_meta(path, hf_config, model_config, dtype)
+    findings = _findings(module, hf_config, mesh, model_config)
+    _replace(module, findings, mesh, model_config, label_logprobs)
+    converted = remember_names(module)
     _shard(module, mesh, model_config, fsdp_config, checkpointing, forward_only, shard_dim1)
-    _fill(module, path, mesh, fsdp_config, source=(model_config, dtype, False))
+    source = (model_config, dtype, False)
+    _fill(module, path, mesh, fsdp_config, converted=converted, source=source)
     return module
 
 
 def build_value_model(
-    path: str | Path,
+    path: Path,
     mesh: Mesh,
     *,
     model_config: ModelConfig,
@@ -112,38 +130,40 @@ def build_value_model(
     module(input_ids, position_ids, positions, cu_seqlens=None, attention_mask=None) -> [K] float32
     Arguments and errors as build_causal_lm's.
     """
-    module = _on_meta(path, model_config, dtype, tied=False)
+    hf_config = load_hf_config(path, model_config)
+    module = _on_meta(path, hf_config, model_config, dtype)
+    findings = _findings(module, hf_config, mesh, model_config)
+    aliases = tied_names(module)  # a file may hold the embedding as the head alone
+    module.config.tie_word_embeddings = False
     head = module.get_output_embeddings()
     name = next(name for name, child in module.named_children() if child is head)
     delattr(module, name)
     module.score = nn.Linear(head.in_features, 1, bias=False, device="meta", dtype=dtype)
     module.config.num_labels = 1  # so that an export loads as a sequence classifier
-    _replace(module, mesh, model_config, values)
+    _replace(module, findings, mesh, model_config, values)
+    converted = remember_names(module)
     _shard(module, mesh, model_config, fsdp_config, checkpointing, forward_only, None)
     _fill(
         module,
         path,
         mesh,
         fsdp_config,
+        converted=converted,
         source=(model_config, dtype, needs_head),
+        aliases=aliases,
         optional=() if needs_head else ("score.weight",),
         ignored=(rf"^{name}\.",),
     )
     return module
 
 
-def _on_meta(
-    path: str | Path, model_config: ModelConfig, dtype: torch.dtype, *, tied: bool | None = None
-) -> Any:
+def _on_meta(path: Path, hf_config: Any, model_config: ModelConfig, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    config = load_hf_config(path, model_config)
-    if tied is not None:
-        config.tie_word_embeddings = tied
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=model_config.trust_remote_code
+                hf_config, dtype=dtype, trust_remote_code=model_config.trust_remote_code
             )
     except ValueError as error:  # an encoder, or an architecture that has code of its own
         reason = str(error).partition("\n")[0]  # what follows lists everything that it knows
@@ -151,15 +171,39 @@ def _on_meta(
 
 
 def _replace(
-    module: nn.Module, mesh: Mesh, model_config: ModelConfig, forward: Callable[..., Any]
+    module: nn.Module,
+    findings: Findings,
+    mesh: Mesh,
+    model_config: ModelConfig,
+    forward: Callable[..., Any],
 ) -> None:
     plan = plan_forward(
         module,
         mesh,
+        findings,
         attn_implementation=model_config.attn_implementation,
         use_remove_padding=model_config.use_remove_padding,
     )
     replace_forward(module, plan, forward)
+
+
+def _findings(module: nn.Module, hf_config: Any, mesh: Mesh, model_config: ModelConfig) -> Findings:
+    """Rank 0 examines the family, on its host, for all. Collective."""
+
+    def ask() -> Findings | None:
+        if mesh.rank != 0:
+            return None
+        return examine(
+            hf_config,
+            module,
+            pack=can_pack(model_config.attn_implementation, mesh.device),
+            compare=model_config.verify_forward,
+            trust_remote_code=model_config.trust_remote_code,
+        )
+
+    findings = together(ask, mesh.host_group, InputError, expected=InputError, name_ranks=False)[0]
+    assert findings is not None
+    return findings
 
 
 def _shard(
@@ -194,11 +238,13 @@ def _shard(
 
 def _fill(
     module: nn.Module,
-    path: str | Path,
+    path: Path,
     mesh: Mesh,
     fsdp_config: FsdpConfig,
     *,
+    converted: bool,
     source: tuple[ModelConfig, torch.dtype, bool],
+    aliases: list[list[str]] | None = None,
     optional: tuple[str, ...] = (),
     ignored: tuple[str, ...] = (),
 ) -> None:
@@ -209,8 +255,10 @@ def _fill(
     )
     load_weights(
         module,
-        Path(path),
+        path,
         source=HostCopy(partial(_whole_on_host, path, *source), mesh.host_group),
+        converted=converted,
+        aliases=aliases,
         optional=optional,
         ignored=ignored,
     )
@@ -218,7 +266,7 @@ def _fill(
 
 
 def _whole_on_host(
-    path: str | Path, model_config: ModelConfig, dtype: torch.dtype, classifier: bool
+    path: Path, model_config: ModelConfig, dtype: torch.dtype, classifier: bool
 ) -> nn.Module:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

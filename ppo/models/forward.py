@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,27 @@ class ForwardPlan:
     device: torch.device
 
 
+class Findings(NamedTuple):
+    """What the forward of a model has to know of its family (ppo/models/verify.py finds it)."""
+
+    transform: LogitTransform
+    """how its logits follow from hidden states and head"""
+    obstacle: str | None
+    """why documents cannot be packed; None = they can"""
+
+
+def can_pack(attn_implementation: str, device: torch.device) -> bool:
+    """Whether this attention takes packed documents. Errors as `choose_kernel`."""
+    return choose_kernel(attn_implementation, device) is not None
+
+
 def plan_forward(
-    module: Any, mesh: Mesh, *, attn_implementation: str, use_remove_padding: bool
+    module: Any,
+    mesh: Mesh,
+    findings: Findings,
+    *,
+    attn_implementation: str,
+    use_remove_padding: bool,
 ) -> ForwardPlan:
     """Choose attention for a transformers model on meta, and set it on the model.
 
@@ -57,11 +76,9 @@ def plan_forward(
     Raises ValueError when sp > 1 and heads do not divide, or the model cannot be packed.
     """
     config, sp = module.config.get_text_config(), mesh.dims.sp
-    kernel = choose_kernel(attn_implementation, mesh.device)
+    kernel, obstacle = choose_kernel(attn_implementation, mesh.device), findings.obstacle
     if kernel is None:
         obstacle = f"model.attn_implementation={attn_implementation} cannot pack"
-    else:
-        obstacle = packing_obstacle(module)
     problems = ulysses_problems(num_heads=config.num_attention_heads, sp=sp)
     if problems or (obstacle and sp > 1):
         raise InputError(
@@ -87,12 +104,8 @@ def plan_forward(
                 obstacle,
                 extra={"every_rank": True},
             )
-    transform = LogitTransform(
-        scale=getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0),
-        softcap=getattr(config, "final_logit_softcapping", None),
-    )
     return ForwardPlan(
-        transform,
+        findings.transform,
         kernel if obstacle is None else None,
         mesh.sp_group if sp > 1 else None,
         mesh.device,
@@ -151,9 +164,19 @@ def packing_obstacle(module: nn.Module) -> str | None:
         return "its attention is not causal"
     if any(name.endswith("sinks") for name, _ in module.named_parameters()):
         return "its attention has sinks"
-    if "position_ids" not in inspect.signature(module.base_model.forward).parameters:  # pyright: ignore
+    if not _takes_positions(backbone_of(module)):
         return "its positions cannot be given"
     return None
+
+
+def backbone_of(module: Any) -> Any:
+    """What gives the hidden states that the head of a transformers model sees."""
+    # The text part of a model of several kinds of input may take itself for its base (Llama 4).
+    return module.model if module.base_model is module else module.base_model
+
+
+def _takes_positions(backbone: Any) -> bool:
+    return "position_ids" in inspect.signature(backbone.forward).parameters
 
 
 def _prepare(
@@ -184,9 +207,10 @@ def _hidden_states(
     attention: dict[str, Any],
 ) -> Tensor:
     """Last hidden states at the flat `positions`, [K, H]."""
-    output = module.base_model(
-        input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention
-    )
+    backbone = backbone_of(module)
+    if _takes_positions(backbone):
+        attention = {"position_ids": position_ids, **attention}
+    output = backbone(input_ids=input_ids, use_cache=False, **attention)
     return output.last_hidden_state.flatten(0, 1).index_select(0, positions)
 
 

@@ -7,7 +7,7 @@ Must not know what the model is used for. Parameters keep transformers' names.
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ class SafetensorsFolder:
         """file of each tensor; empty when the folder holds no safetensors"""
         self._open: dict[str, Any] = {}
         if (folder / INDEX).is_file():
-            self.files = json.loads((folder / INDEX).read_text())["weight_map"]
+            self.files = _read_index(folder / INDEX)
         elif (folder / SINGLE).is_file():
             self.files = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
 
@@ -74,6 +74,24 @@ class SafetensorsFolder:
             except (OSError, SafetensorError) as error:
                 raise WeightsError(f"{self.folder / file}: cannot be read: {error}") from error
         return self._open[file]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """File of each tensor. Raises WeightsError for an index that is cut or says something else."""
+    try:
+        index = json.loads(path.read_bytes())
+    except ValueError as error:  # no UTF-8, no JSON
+        raise WeightsError(f"{path}: is no JSON: {error}") from error
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read: {error}") from error
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise WeightsError(f"{path}: has no weight_map, which names the file of each tensor")
+    # A name with a folder in it could lie anywhere.
+    wrong = [f for f in files.values() if not isinstance(f, str) or Path(f).name != f]
+    if wrong:
+        raise WeightsError(f"{path}: weight_map names {wrong[0]!r}, which is no file of its folder")
+    return files
 
 
 class HostCopy(NamedTuple):
@@ -108,44 +126,62 @@ def materialize(module: nn.Module, *, param_device: torch.device, device: torch.
         module._init_weights(module.get_submodule(owner))  # pyright: ignore[reportCallIssue]
 
 
+def remember_names(module: Any) -> bool:
+    """Note on a transformers model how its names differ from those of its checkpoints.
+
+    They are looked up by class, and FSDP renames classes: call this before sharding. Whoever writes
+    the checkpoint's names (transformers.core_model_loading.revert_weight_conversion) finds them
+    there. Returns whether names are converted on loading.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    conversions = get_model_conversion_mapping(module, add_legacy=False)
+    # As transformers does: whether a checkpoint has a prefix that may be left out is not known.
+    module._weight_conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
+    return bool(conversions)
+
+
 def load_weights(
     module: nn.Module,
     folder: Path,
     *,
     source: HostCopy,
+    converted: bool,
+    aliases: Sequence[Sequence[str]] | None = None,
     optional: Sequence[str] = (),
     ignored: Sequence[str] = (),
 ) -> None:
     """Fill parameters and persistent buffers of a materialized model from `folder`.
 
-    Every rank reads only its shards. Where transformers converts the names of this architecture
-    (mixtures of experts), or the folder holds no safetensors, rank 0 builds the whole model on the
-    host and every rank takes its slices of each broadcast tensor: collective then. Names in
-    `optional` that no file holds become zeros; keys that match a pattern of `ignored` may be there.
+    Every rank reads only its shards. Where names are `converted` on loading (`remember_names` of
+    the module before it was sharded), or the folder holds no safetensors, rank 0 builds the whole
+    model on the host and every rank takes its slices of each broadcast tensor: collective then.
+    Files may hold a tensor under any name of its group in `aliases` (None = of the module's tied
+    parameters). Names in `optional` that no file holds become zeros; keys that match a pattern of
+    `ignored` may be there.
     Raises WeightsError that lists missing, unexpected and mis-shaped keys with their files.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    files = SafetensorsFolder(folder)
-    targets = _targets(module)
+    files, targets = SafetensorsFolder(folder), _targets(module)
+    names = {g[0]: list(g) for g in (tied_names(module) if aliases is None else aliases)}
     for name in [name for name in optional if name not in files.files]:
         _local(targets.pop(name)).zero_()
-    converted = get_model_conversion_mapping(module, add_legacy=False)  # pyright: ignore[reportArgumentType]
     if converted or not files.files:
         reason = "names are converted on loading" if converted else "the folder has no safetensors"
         _load_through_host(module, files, targets, source, reason)
     else:
-        _check(module, files, targets, ignored)
-        _load_slices(module, files, targets)
+        _check(module, files, targets, names, ignored)
+        _load_slices(files, targets, names)
     unknown = {n: b for n, b in non_persistent_buffers(module).items() if _unset(b)}
     if unknown:
         reason = f"{next(iter(unknown))} is computed when a model is built"
         _load_through_host(module, files, unknown, source, reason)
 
 
-def _load_slices(module: nn.Module, files: SafetensorsFolder, targets: dict[str, Tensor]) -> None:
+def _load_slices(
+    files: SafetensorsFolder, targets: dict[str, Tensor], aliases: Mapping[str, Sequence[str]]
+) -> None:
     """Copy this rank's part of each target from the files."""
-    aliases = _aliases(module)
     for name, target in targets.items():
         copies = [
             files.read(stored, local_box(target))
@@ -197,18 +233,14 @@ def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _aliases(module: nn.Module) -> dict[str, list[str]]:
-    """All names of each tied parameter, by its first; files may hold it under any of them."""
-    return {group[0]: group for group in tied_names(module)}
-
-
 def _check(
     module: nn.Module,
     files: SafetensorsFolder,
     targets: dict[str, Tensor],
+    aliases: Mapping[str, Sequence[str]],
     ignored: Sequence[str],
 ) -> None:
-    aliases, problems = _aliases(module), []
+    problems = []
     for name, target in targets.items():
         stored = [n for n in aliases.get(name, [name]) if n in files.files]
         if not stored:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ppo.batch import RolloutBatch, make_batch
 from ppo.config import Config
@@ -16,7 +17,7 @@ from ppo.data.prompts import PromptSets
 from ppo.engines.choose import build_engine
 from ppo.engines.contract import Engine, SamplingParams, stop_token_ids
 from ppo.metrics import Metrics
-from ppo.models.folder import model_folder
+from ppo.models.folder import model_folder, read_generation_config
 from ppo.models.learner import Model
 from ppo.rollout.generate import generate
 from ppo.run.run import Run
@@ -93,6 +94,7 @@ def open_collector(
 ) -> Iterator[Collector]:
     """Start the engine, asleep."""
     folder = model_folder(config.model.path, run.mesh, run.dir)
+    stops = model_stop_token_ids(prompts.tokenizer, folder, actor.module.config)
     engine = build_engine(
         config, run.mesh, actor.module, prompts.tokenizer, model_path=folder, run_dir=run.dir
     )
@@ -102,13 +104,13 @@ def open_collector(
             run=run,
             actor=actor,
             engine=engine,
-            stop_token_ids=_stop_token_ids(prompts, folder),
+            stop_token_ids=stops,
         )
 
 
-def _stop_token_ids(prompts: PromptSets, folder: Path) -> tuple[int, ...]:
-    from transformers import GenerationConfig
-
-    has_file = (folder / "generation_config.json").is_file()
-    generation = GenerationConfig.from_pretrained(folder) if has_file else None
-    return stop_token_ids(prompts.tokenizer, generation)
+def model_stop_token_ids(tokenizer: Any, folder: Path, hf_config: Any) -> tuple[int, ...]:
+    """Ids that end a response of this model, for every engine; `folder` is the model's."""
+    configs = (hf_config, hf_config.get_text_config())
+    return stop_token_ids(
+        tokenizer, read_generation_config(folder), *(config.to_dict() for config in configs)
+    )

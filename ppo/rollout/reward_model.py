@@ -25,7 +25,7 @@ from ppo.models.build import build_value_model
 from ppo.models.folder import model_folder
 from ppo.models.learner import Model
 from ppo.models.roles import build_options
-from ppo.packing import Batcher, make_batcher, pad_id_of
+from ppo.packing import PAD_ID, Batcher, make_batcher
 from ppo.run.run import Run
 from sharding.agree import together
 from sharding.mesh import Mesh
@@ -63,7 +63,7 @@ class RewardModel:
                 extra={"every_rank": True},
             )
             documents = [ids if len(ids) < limit else ids[:1] for ids in documents]
-        ended = Completion([self.batcher.pad_id], [0.0], "stop")
+        ended = Completion([PAD_ID], [0.0], "stop")
         batch = make_batch(
             [
                 prompt._replace(prompt_ids=ids)
@@ -141,7 +141,5 @@ def build_reward_model(config: Config, run: Run) -> RewardModel | None:
     module = build_value_model(folder, run.mesh, needs_head=True, **options)
     model = Model(module=module, device=run.mesh.device, param_offload=True)
     model.rest()
-    batcher = make_batcher(
-        config, run.mesh, model, pad_id_of(tokenizer), tokens=section.max_token_len_per_gpu
-    )
+    batcher = make_batcher(config, run.mesh, model, tokens=section.max_token_len_per_gpu)
     return RewardModel(model=model, tokenizer=tokenizer, batcher=batcher)

@@ -9,6 +9,7 @@ tensors.py. Must not know a trainer.
 
 import json
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -77,7 +78,7 @@ class Checkpointer:
             async_save: `save` returns when tensors are copied to the host, and a thread writes.
             max_to_keep: newest checkpoints to keep; None = all.
             keep_best: name of a metric; the one with its highest value is kept besides.
-            assets: objects with save_pretrained(folder): tokenizer, generation config.
+            assets: objects with save_pretrained(folder), such as a tokenizer; and files.
             hf_models: names of models to write in Hugging Face format too (on rank 0).
             timeout_s: seconds that a rank may write longer than another.
         """
@@ -316,7 +317,10 @@ def _render(assets: Sequence[Any]) -> dict[str, bytes]:
     """Files of the assets; made once, since a tokenizer in use cannot be saved by a thread."""
     with tempfile.TemporaryDirectory() as folder:
         for asset in assets:
-            asset.save_pretrained(folder)
+            if isinstance(asset, Path):
+                shutil.copy(asset, folder)
+            else:
+                asset.save_pretrained(folder)
         paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
         return {f"assets/{path.relative_to(folder)}": path.read_bytes() for path in paths}
 

@@ -84,7 +84,7 @@ def update_here(batch: RolloutBatch, config: Config, folder: Path, mesh: Mesh) -
         total_steps=1,
     )
     budget = Budget(dp=1, tokens=section.ppo_max_token_len_per_gpu, hidden_size=576)
-    batcher = Batcher(mesh=mesh, budget=budget, packed=True, pad_id=0)
+    batcher = Batcher(mesh=mesh, budget=budget, packed=True)
 
     def work() -> dict[str, float]:
         metrics = Metrics(mesh.device)

@@ -115,7 +115,7 @@ def test_packed_positions_point_at_the_token_before_each_label(sp):
 
 def test_padded_rows_score_the_same_tokens_as_the_packed_row():
     batch = make([(2, 3), (1, 1), (4, 6)])
-    padded = make_micro_batch(batch, [0, 1, 2], device=CPU, packed=False, pad_id=0)
+    padded = make_micro_batch(batch, [0, 1, 2], device=CPU, packed=False)
     packed = make_micro_batch(batch, [0, 1, 2], device=CPU)
     assert padded.labels.tolist() == packed.labels.tolist()
     assert padded.inputs["input_ids"].shape == (3, 10)

@@ -62,7 +62,7 @@ def train_one(rank: int, world_size: int, folder: Path) -> dict[str, float]:
         tokens=config.actor.ppo_max_token_len_per_gpu * mesh.dims.sp,
         hidden_size=actor.hf_config.hidden_size,
     )
-    batcher = Batcher(mesh=mesh, budget=budget, packed=True, pad_id=0)
+    batcher = Batcher(mesh=mesh, budget=budget, packed=True)
     metrics = Metrics()
     with PeakTracker(mesh.device) as tracker:
         tracker.watch(module.parameters())

@@ -159,7 +159,7 @@ def batcher_of(case: Case, mesh: Mesh) -> Batcher:
         padded=not case.packed,
         balance=case.balance,
     )
-    return Batcher(mesh=mesh, budget=budget, packed=case.packed, pad_id=0)
+    return Batcher(mesh=mesh, budget=budget, packed=case.packed)
 
 
 def updated(

@@ -41,6 +41,8 @@ class ModelConfig(Section):
     """keep the checkpointed activations in host memory"""
     use_remove_padding: bool = True
     """pack sequences into one row instead of padding them"""
+    verify_forward: MayChange[bool] = True
+    """compare a small copy of the model with transformers' own forward before it is loaded"""
     custom_chat_template: str | None = None
     """Jinja text that replaces the tokenizer's chat template; null = the tokenizer's"""
 

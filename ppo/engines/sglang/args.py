@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ppo.config import Config, RolloutConfig
+from ppo.engines.contract import Request, SamplingParams
 from ppo.model_shapes import CONTEXT_MARGIN, AttentionShape, EngineMemory, sglang_memory
 from sharding.dims import ParallelDims
 
@@ -24,6 +25,7 @@ OURS = frozenset(
         *("model_path", "load_format", "dtype", "skip_tokenizer_init", "custom_weight_loader"),
         *("device", "base_gpu_id", "tp_size", "dp_size", "pp_size", "nnodes", "node_rank"),
         *("nccl_port", "random_seed", "max_total_tokens", "context_length", "enable_memory_saver"),
+        *("sampling_defaults", "preferred_sampling_params"),
     )
 )
 """arguments that follow from other keys, so that rollout.engine_kwargs may not have them"""
@@ -165,6 +167,8 @@ def engine_arguments(
         "chunked_prefill_size": rollout.max_num_batched_tokens,
         "max_total_tokens": kv_tokens,
         "random_seed": seed,
+        # How to sample is said with each request, never by a model's generation_config.json.
+        "sampling_defaults": "openai",
         "sleep_on_idle": True,
         "watchdog_timeout": rollout.timeout_s,
         "log_level": "info",
@@ -176,6 +180,35 @@ def engine_arguments(
     else:
         arguments |= _cuda_arguments(config, device_index)
     return arguments | rollout.engine_kwargs
+
+
+def sampling_parameters(
+    request: Request, params: SamplingParams, *, max_model_len: int, seeded: bool
+) -> dict[str, Any]:
+    """SGLang's sampling parameters of one request, each that changes a distribution said.
+
+    seeded: with a seed of its own for every sample.
+    """
+    sampling = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        # What our keys do not have is off: log-probs would be those of another distribution.
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "max_new_tokens": min(params.max_new_tokens, max_model_len - len(request.prompt_ids)),
+        "stop": list(params.stop) or None,
+        "stop_token_ids": list(params.stop_token_ids) or None,
+        "ignore_eos": params.ignore_eos,
+        "skip_special_tokens": False,
+    }
+    if seeded:
+        key = hash((params.seed, params.step, request.uid))  # of integers: no random salt
+        sampling["sampling_seed"] = key & 0x7FFFFFFF
+    return sampling
 
 
 def _cpu_arguments() -> dict[str, Any]:

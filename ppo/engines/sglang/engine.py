@@ -215,21 +215,12 @@ class SGLangEngine:
         return Generated(completions, self._generation_metrics(reply, lengths, seconds))
 
     def _sampling(self, request: Request, params: SamplingParams) -> dict[str, Any]:
-        room = self.rollout.max_model_len - len(request.prompt_ids)
-        sampling = {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "max_new_tokens": min(params.max_new_tokens, room),
-            "stop": list(params.stop) or None,
-            "stop_token_ids": list(params.stop_token_ids) or None,
-            "ignore_eos": params.ignore_eos,
-            "skip_special_tokens": False,
-        }
-        if self.config.trainer.deterministic and self.mesh.device.type == "cuda":
-            key = hash((params.seed, params.step, request.uid))  # of integers: no random salt
-            sampling["sampling_seed"] = key & 0x7FFFFFFF
-        return sampling
+        return sglang_args.sampling_parameters(
+            request,
+            params,
+            max_model_len=self.rollout.max_model_len,
+            seeded=self.config.trainer.deterministic and self.mesh.device.type == "cuda",
+        )
 
     def _generation_metrics(
         self, reply: dict[str, Any], lengths: list[int], seconds: float

@@ -1,10 +1,12 @@
 """Models built on meta, sharded and loaded, against transformers' from_pretrained."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -12,7 +14,8 @@ from ppo.config import FsdpConfig, MixedPrecisionConfig, ModelConfig
 from ppo.errors import InputError
 from ppo.models.build import build_causal_lm, build_value_model, is_packable, load_hf_config
 from ppo.models.forward import packing_obstacle
-from sharding.mesh import ParallelDims, build_mesh
+from sharding.mesh import ParallelDims, build_mesh, init_distributed
+from sharding.reshard.full_tensors import FullTensors
 from tests.distributed import run_distributed
 from tests.ppo.models.hf_models import (
     FAMILIES,
@@ -189,6 +192,81 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.distributed
 def test_sharded_models_score_as_transformers_does(folders):
     run_distributed(check_all, 2, folders)
+
+
+GEMMA3 = {
+    "text_config": SHAPE | FAMILIES["gemma3_text"],
+    "vision_config": {
+        **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    },
+    "image_token_index": 90,
+    "mm_tokens_per_image": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [("gpt_neox", {"rotary_pct": 0.5, "attention_dropout": 0.0}), ("gemma3", GEMMA3)],
+)
+def test_names_that_transformers_looks_up_by_class_survive_sharding(tmp_path, family, extra):
+    """FSDP renames classes: actor and critic load, and engines get the names of the files."""
+    from transformers import AutoModelForCausalLM
+
+    folder = save_model(tmp_path / family, family, **extra)
+    documents = random_documents([5, 9])
+    want, _ = plain_scores(
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"), documents, 0.8
+    )
+    with init_distributed(torch.device("cpu")):
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), torch.device("cpu"))
+        actor = build(build_causal_lm, folder, mesh, forward_only=True)
+        inputs = packed_inputs(documents)
+        with torch.no_grad():
+            got = actor(**inputs, temperature=0.8).logprobs
+            critic = build(build_value_model, folder, mesh, forward_only=True)
+            del inputs["labels"]
+            assert critic(**inputs).shape == got.shape
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        tensors = FullTensors(actor, mesh, dtype=torch.float32, bucket_mib=8)
+        sent = {name: tensor for batch in tensors.batches() for name, tensor in batch}
+    stored = load_file(folder / "model.safetensors")
+    assert sent.keys() == stored.keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in stored.items())
+
+
+def test_a_tied_model_that_is_stored_under_either_name_makes_an_actor_and_a_critic(tmp_path):
+    folder = save_model(tmp_path / "qwen2", "qwen2")
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors.pop("model.embed_tokens.weight")
+    inputs = packed_inputs(random_documents([5, 9]))
+    with init_distributed(torch.device("cpu")):
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), torch.device("cpu"))
+        for names in (["model.embed_tokens.weight"], ["lm_head.weight"]):
+            stored = tensors | dict.fromkeys(names, embedding)
+            save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+            actor = build(build_causal_lm, folder, mesh)
+            critic = build(build_value_model, folder, mesh)
+            for module in (actor, critic):
+                found = dict(module.named_parameters())["model.embed_tokens.weight"]
+                assert torch.equal(full(found), embedding), names
+            assert not critic(**{k: v for k, v in inputs.items() if k != "labels"}).any()
+        other = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding + 1}
+        save_file(tensors | other, folder / "model.safetensors", metadata={"format": "pt"})
+        for kind in (build_causal_lm, build_value_model):
+            with pytest.raises(InputError, match="tie_word_embeddings=false"):
+                build(kind, folder, mesh)
+
+
+def test_a_padding_id_outside_of_the_vocabulary_is_left_out(tmp_path):
+    folder = save_model(tmp_path / "qwen2", "qwen2")
+    config = json.loads((folder / "config.json").read_text()) | {"pad_token_id": 96}
+    (folder / "config.json").write_text(json.dumps(config))
+    with init_distributed(torch.device("cpu")):
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), torch.device("cpu"))
+        module = build(build_causal_lm, folder, mesh)
+        scores = module(**packed_inputs(random_documents([5, 9])))
+    assert scores.logprobs.isfinite().all()
 
 
 @pytest.mark.parametrize(

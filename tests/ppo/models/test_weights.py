@@ -10,10 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from ppo.models.weights import (
     HostCopy,
+    SafetensorsFolder,
     WeightsError,
     load_weights,
     materialize,
     non_persistent_buffers,
+    remember_names,
 )
 from sharding.mesh import init_distributed
 from tests.ppo.models.hf_models import FAMILIES, save_model
@@ -29,6 +31,7 @@ def load(folder: Path, *, dtype=torch.float32, group: Any = None, **kwargs: Any)
 
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    kwargs = {"converted": remember_names(module)} | kwargs
     materialize(module, param_device=CPU, device=CPU)
     load_weights(module, folder, source=HostCopy(whole, group), **kwargs)
     return module
@@ -127,6 +130,24 @@ def test_a_truncated_or_absent_file_is_named(tmp_path):
     first.unlink()
     with pytest.raises(WeightsError, match=first.name):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b'{"weight_map": {"a": ', "is no JSON"),
+        (b"\xff\xfe", "is no JSON"),
+        (b'{"metadata": {}}', "has no weight_map"),
+        (b'["model-1.safetensors"]', "has no weight_map"),
+        (b'{"weight_map": {}}', "has no weight_map"),
+        (b'{"weight_map": {"a": 1}}', "names 1, which is no file"),
+        (b'{"weight_map": {"a": "../b.safetensors"}}', "which is no file of its folder"),
+    ],
+)
+def test_an_index_that_is_cut_or_odd_is_one_error(tmp_path, text, words):
+    (tmp_path / "model.safetensors.index.json").write_bytes(text)
+    with pytest.raises(WeightsError, match=rf"model\.safetensors\.index\.json: .*{words}"):
+        SafetensorsFolder(tmp_path)
 
 
 def test_a_key_that_the_index_puts_into_the_wrong_file_is_named(tmp_path):

@@ -1,6 +1,8 @@
 """The order in which the collector wakes an engine, and when it gives a scoring up."""
 
+import json
 import re
+import shutil
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,15 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
-from ppo.batch import make_batch
+from ppo.batch import RolloutBatch, make_batch
 from ppo.config import load_config
 from ppo.data.dataset import Prompt
+from ppo.data.prompts import load_prompts
 from ppo.engines.contract import Completion
+from ppo.errors import InputError
 from ppo.metrics import Metrics
-from ppo.models.tiny import build_tiny_tokenizer
+from ppo.models.build import build_causal_lm
+from ppo.models.learner import Model
+from ppo.models.tiny import build_tiny_model, build_tiny_tokenizer
 from ppo.rewards.pool import RewardPool
-from ppo.rollout.collector import Collector
+from ppo.rollout.collector import Collector, model_stop_token_ids, open_collector
 from ppo.rollout.scoring import Scorer
 from ppo.run.run import Run
 from sharding.mesh import build_mesh, init_distributed
@@ -102,3 +109,71 @@ def test_a_reward_that_hangs_ends_the_run_before_every_sample_has_hung(tmp_path:
         r"failed for (\d+) of 20 samples, more than reward.max_failed", str(error.value)
     )
     assert found is not None and 3 <= int(found[1]) < 10, error.value
+
+
+def sampled_from(folder: Path, run_dir: Path) -> RolloutBatch:
+    """Samples of the embedded engine from a model's folder."""
+    config = load_config(
+        "ppo_tiny.yaml",
+        [
+            f"model.path={folder}",
+            "rollout.dtype=float32",
+            "trainer.device=cpu",
+            f"trainer.default_local_dir={run_dir}",
+        ],
+    )
+    mesh = build_mesh(config.dims(1, 1), torch.device("cpu"))
+    with Run(config, mesh, command=[]) as run:
+        prompts = load_prompts(config, folder)
+        module = build_causal_lm(
+            folder,
+            mesh,
+            model_config=config.model,
+            fsdp_config=config.actor.fsdp,
+            checkpointing=False,
+            forward_only=True,
+            dtype=torch.float32,
+        )
+        actor = Model(module=module, device=mesh.device)
+        some = [prompts.train[i] for i in range(8)]
+        with (
+            open_collector(config, run, prompts, actor) as collector,
+            collector.awake(Metrics()),
+        ):
+            samples = collector.sample_training(some, Metrics(), step=1)
+    return samples
+
+
+def test_generation_config_says_how_responses_end_and_nothing_else(tmp_path):
+    """Its sampling fields change no sample; where it is absent config.json has the same ids."""
+    plain = build_tiny_model(tmp_path / "plain")
+    folders = {name: shutil.copytree(plain, tmp_path / name) for name in ("warm", "bare")}
+    path = folders["warm"] / "generation_config.json"
+    fields = {"repetition_penalty": 5.0, "temperature": 0.01, "top_k": 1, "do_sample": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    path = folders["bare"] / "generation_config.json"
+    stops = json.loads(path.read_text())["eos_token_id"]
+    assert len(stops) == 32
+    path.unlink()
+    path = folders["bare"] / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": stops}))
+    with init_distributed(torch.device("cpu")):
+        want = sampled_from(plain, tmp_path / "run")
+        for name, folder in folders.items():
+            got = sampled_from(folder, tmp_path / f"run_{name}")
+            assert got.response_ids == want.response_ids, name
+            assert torch.equal(got.rollout_logprobs, want.rollout_logprobs), name
+    assert set(want.finish_reasons) == {"stop", "length"}
+
+
+def test_the_ids_that_end_a_response_are_those_of_every_file(tmp_path):
+    tokenizer = build_tiny_tokenizer()
+    text = Qwen2Config(eos_token_id=[7, 8])
+    config = SimpleNamespace(to_dict=lambda: {"eos_token_id": 3}, get_text_config=lambda: text)
+    eos = tokenizer.eos_token_id
+    assert model_stop_token_ids(tokenizer, tmp_path, config) == (3, 7, 8, eos)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5]}')
+    assert model_stop_token_ids(tokenizer, tmp_path, config) == (3, 5, 7, 8, eos)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(InputError, match="'</s>' is no token id"):
+        model_stop_token_ids(tokenizer, tmp_path, config)

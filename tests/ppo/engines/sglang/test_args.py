@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ppo.config import Config, DataConfig, ModelConfig, RolloutConfig
+from ppo.engines.contract import Request, SamplingParams
 from ppo.engines.sglang import args as sglang_args
 from ppo.engines.sglang import host as sglang_host
 from ppo.model_shapes import AttentionShape
@@ -177,3 +178,33 @@ def test_a_reserved_port_is_given_to_nobody_else_and_can_be_bound_by_the_engine(
         assert store.port == port
         with socket.socket() as stranger, pytest.raises(OSError):
             stranger.bind(("", port))
+
+
+def test_how_to_sample_is_said_with_every_request_and_never_by_the_model():
+    """generation_config.json may hold a repetition penalty, or that key's defaults may change."""
+    theirs = pytest.importorskip("sglang.srt.sampling.sampling_params").SamplingParams
+    params = SamplingParams(
+        temperature=0.7, top_p=0.9, max_new_tokens=20, stop_token_ids=(5, 9), seed=1
+    )
+    sent = sglang_args.sampling_parameters(
+        Request(7, [1, 2, 3]), params, max_model_len=16, seeded=False
+    )
+    # All that changes which token comes next, or when a response ends; the rest is its form.
+    form = {"n", "beam_width", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"}
+    grammar = {"json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "logit_bias"}
+    other = {"sampling_seed", "custom_params", "watermark"}  # none where nothing is said
+    internal = {name for name in theirs.__struct_fields__ if name.endswith(("_strs", "_len"))}
+    known = set(theirs.__struct_fields__) - internal - {"is_normalized", "ebnf_full_assistant"}
+    assert known - sent.keys() == form | grammar | other
+    assert (sent["repetition_penalty"], sent["min_p"], sent["max_new_tokens"]) == (1.0, 0.0, 13)
+
+
+def test_defaults_of_sampling_are_neither_the_models_nor_of_engine_kwargs():
+    def arguments(**kwargs):
+        return sglang_args.engine_arguments(
+            config(engine_kwargs=kwargs), model_path="x", device_index=3, kv_tokens=512, seed=1
+        )
+
+    assert arguments()["sampling_defaults"] == "openai"
+    with pytest.raises(ValueError, match="preferred_sampling_params is set by the trainer"):
+        arguments(preferred_sampling_params='{"repetition_penalty": 1.3}')

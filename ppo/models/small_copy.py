@@ -1,0 +1,215 @@
+"""A small copy of a model: its family, its configuration's switches and scales, narrow layers.
+
+Owns which keys of a Hugging Face configuration are sizes. All widths are divided by one number, so
+that what has to fit together (heads x head_dim, states, ranks) still does; windows become shorter
+than a test document; one layer of every kind is kept. Weights are seeded and large enough that
+attention, windows and soft caps matter. Must not know what a copy is for, devices or ranks.
+"""
+
+import copy
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from sharding.fsdp import transformer_layers
+
+VOCABULARY = 256
+"""most ids of a copy"""
+WINDOW = 4
+"""tokens of a copy's attention windows and chunks"""
+CAP = 2.0
+"""limit of a copy's attention scores, where they have one"""
+CHUNK = 8
+"""tokens that a recurrent layer takes at a time"""
+HEAD_DIM = 8
+"""widths are divided by the power of two that brings a head down to this"""
+EXPERTS = 8
+"""most experts of a layer, unless each token goes to more, or they are chosen group by group"""
+MAX_PARAMETERS = 50_000_000
+"""widths are divided further while a copy has more"""
+MAX_DIVISOR = 128
+GAIN = 1.5
+"""standard deviation of a row's product with a unit vector"""
+
+_WIDTH_WORDS = {
+    *("size", "sizes", "dim", "rank", "lowrank", "width", "channels", "state", "ssm", "hidden"),
+    *("intermediate", "ffn", "dff", "model", "inner", "embd", "headdim"),
+}
+_OTHER_WORDS = {
+    *("num", "vocab", "vocabulary", "window", "chunk", "kernel", "block", "max", "position"),
+    *(
+        "patch",
+        "image",
+        "ngram",
+        "group",
+        "batch",
+        "base",
+        "cache",
+        "multiple",
+        "codebook",
+        "token",
+    ),
+    *("id", "type", "layers", "layer", "top", "hash"),
+}
+_WINDOW_KEY = re.compile(r"window(_size)?$|^local_attention$|^attention_chunk_size$")
+_CAP_KEY = re.compile(r"att(n|ention)_.*cap(ping)?$")
+_EXPERTS_KEY = re.compile(r"experts$")
+_CHOSEN_KEY = re.compile(r"experts_per_tok(en)?$|^(moe_)?top_?k$|^moe_k$")
+# What tells layers apart that are of one kind.
+_INDEX_ATTRIBUTES = {"layer_idx", "layer_id", "layer_number", "block_idx", "training"}
+
+
+class NoSmallCopy(Exception):
+    """A configuration of which no small copy can be made; the text says why."""
+
+
+def build_small_copy(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """A float32 causal LM of `config`'s family on the host, in evaluation mode.
+
+    The same on every call: random numbers of the caller are neither used nor changed.
+    Raises NoSmallCopy where transformers' code does not take the small sizes.
+    """
+    text = config.get_text_config(decoder=True)
+    divisor = _divisor(text)
+    try:
+        while divisor <= MAX_DIVISOR:
+            small = copy.deepcopy(config)
+            _shrink(small, divisor, getattr(text, "max_position_embeddings", None))
+            small = _one_layer_of_each_kind(small, trust_remote_code)
+            size = _num_parameters(small, trust_remote_code)
+            if size <= MAX_PARAMETERS:
+                return _with_random_weights(small, trust_remote_code)
+            divisor *= 2
+    except Exception as error:  # whatever the code of a family raises
+        raise NoSmallCopy(f"{type(error).__name__}: {error}") from error
+    raise NoSmallCopy(f"its small copy would still have {size / 1e6:.0f} M parameters")
+
+
+def _divisor(text: Any) -> int:
+    """The power of two that leaves heads of HEAD_DIM to less than twice that, of an even size."""
+    heads = getattr(text, "num_attention_heads", None) or 8
+    head_dim = getattr(text, "hidden_size", 512) // heads
+    for name in ("qk_rope_head_dim", "head_dim"):
+        if isinstance(own := vars(text).get(name), int):
+            head_dim = own
+            break
+    divisor = 1
+    while head_dim >= 2 * divisor * HEAD_DIM and head_dim % (4 * divisor) == 0:
+        divisor *= 2
+    return divisor
+
+
+def _shrink(config: Any, divisor: int, positions: int | None) -> None:
+    """Make a configuration and those inside it small, in place."""
+    experts = _experts(vars(config))
+    for key, value in list(vars(config).items()):
+        words = set(key.split("_"))
+        if hasattr(value, "to_dict"):
+            _shrink(value, divisor, positions)
+        elif isinstance(value, float) and _CAP_KEY.search(key):
+            setattr(config, key, min(value, CAP))
+        elif isinstance(value, bool) or not isinstance(value, int | list):
+            continue
+        elif isinstance(value, int) and "vocab" in words:
+            setattr(config, key, min(value, VOCABULARY))
+        elif isinstance(value, int) and key.endswith(("token_id", "token_index")):
+            setattr(config, key, min(value, VOCABULARY - 1))
+        elif isinstance(value, int) and _WINDOW_KEY.search(key):
+            # One that is never reached has no effect, in whichever way it is treated.
+            if positions is None or value < positions:
+                setattr(config, key, min(value, WINDOW))
+        elif isinstance(value, int) and key.endswith("chunk_size"):  # a scan's: only its cost
+            setattr(config, key, min(value, CHUNK))
+        elif isinstance(value, int) and _EXPERTS_KEY.search(key):
+            setattr(config, key, min(value, experts))
+        elif _is_width(key, words):
+            setattr(config, key, _divided(value, divisor))
+
+
+def _experts(config: dict[str, Any]) -> int:
+    """Experts that are enough for routing to work."""
+    chosen = [v for k, v in config.items() if _CHOSEN_KEY.search(k) and isinstance(v, int)]
+    return max(EXPERTS, *chosen, 2 * (config.get("n_group") or 1))
+
+
+def _is_width(key: str, words: set[str]) -> bool:
+    named_by_letter = key.startswith(("d_", "mamba_d_", "n_embd", "n_inner"))
+    return bool(named_by_letter or words & _WIDTH_WORDS) and not words & _OTHER_WORDS
+
+
+def _divided(value: Any, divisor: int) -> Any:
+    if isinstance(value, list):
+        return [_divided(member, divisor) for member in value]
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 2 * HEAD_DIM:
+        return max(value // divisor, 2)
+    return value
+
+
+def _one_layer_of_each_kind(config: Any, trust_remote_code: bool) -> Any:
+    """The configuration cut behind the layer by which every kind of layer has come.
+
+    Two layers at least. Where layers are not found all are kept.
+    """
+    text = config.get_text_config(decoder=True)
+    with torch.device("meta"):
+        module = _from_config(config, trust_remote_code)
+    try:
+        layers = transformer_layers(module)
+    except ValueError:
+        return config
+    number = len(layers)
+    if getattr(text, "num_hidden_layers", None) != number:
+        return config
+    kinds = [_kind(layer) for layer in layers]
+    kept = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)))
+    if kept < number:
+        for key, value in list(vars(text).items()):
+            if isinstance(value, list | tuple) and len(value) == number:
+                setattr(text, key, value[:kept])
+        text.num_hidden_layers = kept
+    return config
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """What two layers of one kind have in common: classes, settings, shapes."""
+    parts = [
+        (name, type(part).__name__, *sorted(_settings(part)))
+        for name, part in layer.named_modules()
+    ]
+    return (*parts, *((name, tuple(p.shape)) for name, p in layer.named_parameters()))
+
+
+def _settings(part: nn.Module) -> list[tuple[str, str]]:
+    return [
+        (name, repr(value))
+        for name, value in vars(part).items()
+        if isinstance(value, bool | int | float | str) and name not in _INDEX_ATTRIBUTES
+    ]
+
+
+def _num_parameters(config: Any, trust_remote_code: bool) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in _from_config(config, trust_remote_code).parameters())
+
+
+@torch.no_grad()
+def _with_random_weights(config: Any, trust_remote_code: bool) -> Any:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        module = _from_config(config, trust_remote_code)
+        for parameter in module.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=GAIN * parameter.shape[-1] ** -0.5)
+            else:  # norms around what they start from, biases around 0
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return module.eval().requires_grad_(False)
+
+
+def _from_config(config: Any, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, trust_remote_code=trust_remote_code
+    )
