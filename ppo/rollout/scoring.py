@@ -87,8 +87,6 @@ class Scorer:
             failures |= self._compare_with_greedy(batch, batch.greedy, metrics)
         batch.scores[batch.failed] = 0.0
         batch.response_mask &= ~batch.failed[:, None]
-        for index, result in failures.items():
-            batch.failures[index] = _said(result)
         metrics.set("reward/failed", sum(r.failed == "error" for r in failures.values()))
         metrics.set("reward/timeout", sum(r.failed == "timeout" for r in failures.values()))
         self._report(batch, texts, failures, given_up)
@@ -109,8 +107,7 @@ class Scorer:
 
     def leave_unscored(self, batch: RolloutBatch) -> None:
         """Mark all samples of a batch that will not be scored any more."""
-        batch.failed[:] = True
-        batch.failures = [_said(NOT_SCORED)] * len(batch)
+        _marked(batch, dict.fromkeys(range(len(batch)), NOT_SCORED))
 
     def _add_function_scores(
         self, batch: RolloutBatch, results: Sequence[RewardResult], metrics: Metrics
@@ -127,11 +124,10 @@ class Scorer:
                     metrics.add("reward/function_score", result.score, 1)
             elif result.failed or self.reward_model is None:
                 failures[index] = result if result.failed else NOT_APPLICABLE
-                batch.failed[index] = True
             for name, value in result.extra.items():
                 batch.components[index][f"extra/{name}"] = value
                 metrics.add(f"reward/extra/{name}", value, 1)
-        return failures
+        return _marked(batch, failures)
 
     def _add_model_scores(
         self, batch: RolloutBatch, scores: Tensor, metrics: Metrics
@@ -146,8 +142,7 @@ class Scorer:
             if not finite[index] and not batch.failed[index]:
                 text = f"the reward model's score is {score}"
                 failures[index] = RewardResult(None, "error", text)
-        batch.failed |= ~finite
-        return failures
+        return _marked(batch, failures)
 
     def _compare_with_greedy(
         self, batch: RolloutBatch, greedy: RolloutBatch, metrics: Metrics
@@ -156,10 +151,9 @@ class Scorer:
         scored = ~greedy.failed
         metrics.add("reward/greedy_score", greedy.scores[scored].sum().item(), int(scored.sum()))
         alone = greedy.failed[batch.group_ids] & ~batch.failed
-        batch.failed |= alone
         message = "the reward of the greedy response to the same prompt failed"
         result = RewardResult(None, "error", message)
-        return dict.fromkeys(alone.nonzero()[:, 0].tolist(), result)
+        return _marked(batch, dict.fromkeys(alone.nonzero()[:, 0].tolist(), result))
 
     def _function_results(
         self, batch: RolloutBatch, texts: Sequence[str]
@@ -212,7 +206,7 @@ class Scorer:
         if end is None and not failed:
             return
         shown = ""
-        if failed and not self.has_shown_failure:
+        if failed and (end is not None or not self.has_shown_failure):
             first = failed[0]
             sample = describe(batch.prompts[first], texts[first], batch.failures[first])
             shown = f"; the first:\n{sample}"
@@ -230,8 +224,12 @@ class Scorer:
         )
 
 
-def _said(result: RewardResult) -> str:
-    return f"{result.failed}: {result.traceback.strip()}"
+def _marked(batch: RolloutBatch, failures: dict[int, RewardResult]) -> dict[int, RewardResult]:
+    """Note in the batch which samples have failed, and why; the failures."""
+    for index, result in failures.items():
+        batch.failed[index] = True
+        batch.failures[index] = f"{result.failed}: {result.traceback.strip()}"
+    return failures
 
 
 @contextmanager
