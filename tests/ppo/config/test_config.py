@@ -19,6 +19,7 @@ from ppo.config import (
     parse_args,
     to_yaml,
 )
+from ppo.config.cli import build_parser
 from ppo.config.reference import docs
 from ppo.config.schema import flatten, is_section, schema
 
@@ -347,6 +348,8 @@ def test_the_command_line_separates_options_from_overrides():
     assert options.config == "ppo.yaml"
     assert options.overrides == ["a.b=1", "--c.d=2", "check.nnodes=2", "check.nproc_per_node=4"]
     assert options.check and not options.verbose
+    said = build_parser("Train.").format_help()
+    assert "configs/ppo.yaml lists every key" in said and "--config ppo_tiny.yaml" in said
     with pytest.raises(ConfigError, match="--config"):
         parse_args(["a=1"])
 
