@@ -16,6 +16,8 @@ NO_SOURCE = "unknown"
 """data_source of rows without one, as verl calls it"""
 QUICK_ROWS = 64
 """rows of each file that `check_data_files` reads"""
+CHARS_PER_TOKEN = 64
+"""a text this much longer than data.max_prompt_length is not tokenized whole to learn that it is"""
 
 
 class Sample(NamedTuple):

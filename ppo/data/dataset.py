@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from ppo.config import DataConfig
-from ppo.data.columns import Sample, is_tiny, parse_row
+from ppo.data.columns import CHARS_PER_TOKEN, Sample, is_tiny, parse_row
 from ppo.data.rows import DataError, Row, find_files, read_rows
 from ppo.data.tiny import tiny_rows
 from ppo.data.tokenizer import render_chat, token_ids
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 Split = Literal["train", "val"]
 TOKENIZE_ROWS = 1000
 """rows tokenized in one call"""
-CHARS_PER_TOKEN = 64
-"""a text this much longer than data.max_prompt_length is not tokenized whole to learn that it is"""
 
 
 class Prompt(NamedTuple):
