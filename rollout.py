@@ -23,7 +23,7 @@ from ppo.config import Config, ConfigError, Problem, load_config
 from ppo.config.cli import build_parser, join_values, path
 from ppo.data.prompts import load_prompts
 from ppo.errors import InputError
-from ppo.models.build import build_causal_lm
+from ppo.models.build import build_causal_lm, vocabulary_of
 from ppo.models.folder import model_folder
 from ppo.models.learner import Model
 from ppo.rollout.collector import open_collector
@@ -110,7 +110,12 @@ def evaluate(config: Config, run: Run, options: Options) -> dict[str, Summary]:
         write_samples(options.out, rows)
         logger.info("%d samples written to %s", len(rows), options.out)
 
-    prompts = load_prompts(config, model_folder(config.model.tokenizer_path, run.mesh, run.dir))
+    folder = model_folder(config.model.path, run.mesh, run.dir)
+    prompts = load_prompts(
+        config,
+        model_folder(config.model.tokenizer_path, run.mesh, run.dir),
+        vocabulary=vocabulary_of(folder, config.model),
+    )
     if config.data.train_max_samples > 0:
         limit = config.data.train_max_samples
         logger.info("data.train_max_samples or val_max_samples: the first %d rows only", limit)

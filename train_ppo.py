@@ -37,6 +37,7 @@ from ppo.forward_passes import response_logprobs, response_values
 from ppo.kl import KLController, kl_estimate, make_kl_controller, token_rewards
 from ppo.losses import effective_sample_size, rollout_weights
 from ppo.metrics import Metrics
+from ppo.models.build import vocabulary_of
 from ppo.models.folder import model_folder
 from ppo.models.roles import Models, build_models
 from ppo.packing import Batchers, make_batchers
@@ -58,7 +59,12 @@ logger = logging.getLogger("train_ppo")
 def train(config: Config, run: Run) -> None:
     """Set up, then the loop. Runs on every rank with the process group up."""
     with ExitStack() as owned:
-        prompts = load_prompts(config, model_folder(config.model.tokenizer_path, run.mesh, run.dir))
+        folder = model_folder(config.model.path, run.mesh, run.dir)
+        prompts = load_prompts(
+            config,
+            model_folder(config.model.tokenizer_path, run.mesh, run.dir),
+            vocabulary=vocabulary_of(folder, config.model),
+        )
         sampler = prompts.sampler(config)
         total_steps = total_steps_of(config, sampler)
         checkpoints = owned.enter_context(open_checkpoints(config, run, prompts))

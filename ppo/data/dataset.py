@@ -56,6 +56,7 @@ class PromptDataset:
     Args:
         split: `val` reads data.val_max_samples instead of data.train_max_samples.
         need_data_source: False where a scorer of the user does without that column.
+        vocabulary: token ids of the model; None = not known.
 
     Raises:
         DataError: names file, row and column.
@@ -69,6 +70,7 @@ class PromptDataset:
         *,
         split: Split = "train",
         need_data_source: bool = True,
+        vocabulary: int | None = None,
     ) -> None:
         limit = data.train_max_samples if split == "train" else data.val_max_samples
         rows = _load_rows(files, data, split, limit)
@@ -79,6 +81,7 @@ class PromptDataset:
             chunk = slice(start, start + TOKENIZE_ROWS)
             tokenized = _tokenize(rows[chunk], samples[chunk], tokenizer, data)
             for uid, ids in enumerate(tokenized, start):
+                _check_ids(ids, rows[uid], tokenizer, data, vocabulary)
                 kept = _fit(ids, rows[uid], data)
                 if kept is not None:
                     self._prompts.append(_prompt(uid, kept, rows[uid], samples[uid]))
@@ -112,14 +115,23 @@ def build_dataset(
     *,
     split: Split = "train",
     need_data_source: bool = True,
+    vocabulary: int | None = None,
 ) -> Prompts:
     """The dataset of a split: `PromptDataset`, or the user's class in its place.
 
-    A class of the user is called as cls(files, tokenizer, data, split=split).
+    A class of the user is called as cls(files, tokenizer, data, split=split). Its prompts too may
+    have no token that is not of `vocabulary`, where the model's is known.
     """
     custom = data.custom_cls
     if custom.path is None:
-        return PromptDataset(files, tokenizer, data, split=split, need_data_source=need_data_source)
+        return PromptDataset(
+            files,
+            tokenizer,
+            data,
+            split=split,
+            need_data_source=need_data_source,
+            vocabulary=vocabulary,
+        )
     if custom.name is None:
         raise PluginError("data.custom_cls.name: name the class in data.custom_cls.path")
     dataset = load_plugin(custom.path, custom.name)(files, tokenizer, data, split=split)
@@ -128,8 +140,9 @@ def build_dataset(
             raise PluginError(f"data.custom_cls: {custom.name} of {custom.path} has no {needed}")
     if len(dataset) == 0:
         raise PluginError(f"data.custom_cls: {custom.name} of {custom.path} holds no prompt")
+    most = min(len(tokenizer), vocabulary or len(tokenizer))
     for index in range(len(dataset)):
-        problem = _prompt_problem(dataset[index], data, vocabulary=len(tokenizer))
+        problem = _prompt_problem(dataset[index], data, vocabulary=most)
         if problem is not None:
             raise PluginError(
                 f"data.custom_cls: item {index} of {custom.name} of {custom.path} {problem}"
@@ -147,7 +160,7 @@ def _prompt_problem(prompt: Any, data: DataConfig, *, vocabulary: int) -> str | 
     if len(ids) > data.max_prompt_length:
         return f"has {len(ids)} tokens, over data.max_prompt_length = {data.max_prompt_length}"
     if min(ids) < 0 or max(ids) >= vocabulary:
-        return f"has token ids from {min(ids)} to {max(ids)}: the tokenizer has {vocabulary}"
+        return f"has token ids from {min(ids)} to {max(ids)}: there are {vocabulary}"
     return None
 
 
@@ -202,6 +215,25 @@ def _render(
         return render_chat(tokenizer, sample.messages, **options)
     except InputError as error:
         raise row.error(str(error), data.prompt_key) from error
+
+
+def _check_ids(
+    ids: list[int],
+    row: Row,
+    tokenizer: "PreTrainedTokenizerBase",
+    data: DataConfig,
+    vocabulary: int | None,
+) -> None:
+    """Raise DataError for a prompt that no engine could take."""
+    if not ids:
+        raise row.error("the tokenizer makes no token of it", data.prompt_key)
+    if vocabulary is not None and max(ids) >= vocabulary:
+        token = tokenizer.convert_ids_to_tokens(max(ids))
+        raise row.error(
+            f"its token {token!r} has the id {max(ids)}, and the model has {vocabulary} ids only: "
+            "the tokenizer has tokens that the model's embedding was not enlarged for",
+            data.prompt_key,
+        )
 
 
 def _fit(ids: list[int], row: Row, data: DataConfig) -> list[int] | None:

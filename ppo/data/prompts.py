@@ -36,8 +36,13 @@ class PromptSets(NamedTuple):
         )
 
 
-def load_prompts(config: Config, tokenizer_folder: Path) -> PromptSets:
-    """Load the tokenizer and all prompts. Raises DataError, on every rank alike."""
+def load_prompts(
+    config: Config, tokenizer_folder: Path, *, vocabulary: int | None = None
+) -> PromptSets:
+    """Load the tokenizer and all prompts. Raises DataError, on every rank alike.
+
+    vocabulary: token ids of the model, where they are known; a prompt may have no other.
+    """
     tokenizer = load_tokenizer(
         tokenizer_folder,
         trust_remote_code=config.model.trust_remote_code,
@@ -53,6 +58,7 @@ def load_prompts(config: Config, tokenizer_folder: Path) -> PromptSets:
             config.data,
             split=split,
             need_data_source=config.reward.uses_builtin,
+            vocabulary=vocabulary,
         )
 
     train = load(config.data.train_files, "train")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PROBE = "Hello, world: 12 + 30 = 42"
+
 
 def load_tokenizer(
     path: str | Path,
@@ -39,6 +41,12 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise DataError(path, f"holds no tokenizer that loads: {error}") from error
+    if not _can_read(tokenizer):
+        raise DataError(
+            path,
+            "its tokenizer makes no known token of plain text: its vocabulary is missing; does the "
+            "folder have tokenizer.json (or tokenizer.model, or vocab.json and merges.txt)?",
+        )
     if custom_chat_template is not None:
         tokenizer.chat_template = custom_chat_template
     if not tokenizer.chat_template:
@@ -54,6 +62,12 @@ def load_tokenizer(
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("the tokenizer has no padding token: %s is used", tokenizer.pad_token)
     return tokenizer
+
+
+def _can_read(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether anything of a text survives: transformers makes an empty tokenizer of no files."""
+    ids = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+    return any(token != tokenizer.unk_token_id for token in ids)  # pyright: ignore
 
 
 def render_chat(

@@ -44,9 +44,15 @@ from sharding.fsdp import shard_model
 from sharding.mesh import Mesh
 from sharding.names import tied_names
 
-__all__ = ["build_causal_lm", "build_value_model", "is_packable", "load_hf_config"]
+__all__ = ["build_causal_lm", "build_value_model", "is_packable", "load_hf_config", "vocabulary_of"]
 
 logger = logging.getLogger(__name__)
+
+
+def vocabulary_of(path: str | Path, model_config: ModelConfig) -> int | None:
+    """Token ids of a model, read from its configuration; None where that does not say."""
+    text = load_hf_config(path, model_config).get_text_config()
+    return getattr(text, "vocab_size", None)
 
 
 def load_hf_config(path: str | Path, model_config: ModelConfig) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import normalizers
 
 from ppo.config import CustomClassConfig, DataConfig
 from ppo.data.columns import check_data_files
@@ -17,7 +18,7 @@ from ppo.data.dataset import Prompt, PromptDataset, build_dataset
 from ppo.data.rows import DataError
 from ppo.data.sampler import PromptSampler
 from ppo.data.tokenizer import load_tokenizer
-from ppo.models.tiny import build_tiny_tokenizer
+from ppo.models.tiny import build_tiny_model, build_tiny_tokenizer
 from ppo.plugin import PluginError
 
 TOKENIZER = build_tiny_tokenizer()
@@ -407,7 +408,7 @@ def test_a_dataset_class_of_the_user_replaces_ours(tmp_path):
         "Empty": "holds no prompt",
         "NoTokens": "item 1 of NoTokens .* has no tokens",
         "Long": "item 2 of Long .* has 513 tokens, over data.max_prompt_length = 512",
-        "Outside": "item 1 of Outside .* has token ids from 3 to 512: the tokenizer has 512",
+        "Outside": "item 1 of Outside .* has token ids from 3 to 512: there are 512",
     }.items():
         with pytest.raises(PluginError, match=message):
             build(name)
@@ -472,3 +473,30 @@ def test_data_that_changed_since_the_checkpoint_is_said(caplog):
     state = PromptSampler(prompts(8), batch_size=4).state_dict()
     PromptSampler(prompts(12), batch_size=4).load_state_dict(state)
     assert "the data changed since the checkpoint: 12 usable prompts, then 8" in caplog.text
+
+
+def test_a_token_that_the_model_does_not_have_is_named_by_file_row_and_token(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [simple_row("aa"), simple_row("az")])
+    [a], [z] = (TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in ("a", "z"))
+    assert a < z
+    with pytest.raises(DataError, match=rf"a\.jsonl, row \d.*'prompt'.*the id \d+.*has {z} ids"):
+        build_dataset(path, TOKENIZER, data_config(), vocabulary=z)
+    highest = max(build_dataset(path, TOKENIZER, data_config())[1].prompt_ids)
+    assert len(build_dataset(path, TOKENIZER, data_config(), vocabulary=highest + 1)) == 2
+
+
+def test_a_prompt_of_which_the_tokenizer_makes_nothing_is_named(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [simple_row("aa"), simple_row("  ")])
+    tokenizer = build_tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.backend_tokenizer.normalizer = normalizers.Strip()  # pyright: ignore
+    with pytest.raises(DataError, match=r"a\.jsonl, row 1 .*makes no token of it"):
+        build_dataset(path, tokenizer, data_config())
+
+
+def test_a_tokenizer_without_its_vocabulary_is_refused_at_load(tmp_path):
+    folder = build_tiny_model(tmp_path / "model")
+    load_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"no known token of plain text.*tokenizer\.json"):
+        load_tokenizer(folder)
