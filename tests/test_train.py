@@ -283,7 +283,7 @@ ELSEWHERE = {
     "perf/max_memory_allocated_gb": "on CUDA",
     "perf/mfu/actor": "on a device whose peak is known",
     "perf/mfu/critic": "on a device whose peak is known",
-    "reward/NAME": "where the reward returns a dict",
+    "reward/extra/NAME": "where the reward returns a dict",
     "reward/model_score": "with a reward model",
     "reward/function_score": "with a reward model beside a function",
     "reward/greedy_score": "with adv_estimator remax",
