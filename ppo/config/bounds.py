@@ -186,7 +186,11 @@ def unusual(hint: Any, value: Any) -> Bound | None:
 
 
 def rules(hint: Any) -> list[Rule]:
-    """The rules anywhere inside an annotation: Annotated[...], unions and lists of it."""
-    own = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Rule)]
+    """The rules anywhere inside an annotation."""
+    return [mark for mark in marks(hint) if isinstance(mark, Rule)]
+
+
+def marks(hint: Any) -> list[Any]:
+    """What stands beside the types of an annotation: in Annotated[...], in unions, in lists."""
     inner = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
-    return own + [rule for part in inner for rule in rules(part)]
+    return [*getattr(hint, "__metadata__", ()), *(mark for part in inner for mark in marks(part))]

@@ -9,7 +9,7 @@ import dataclasses
 from functools import cache
 from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
-from ppo.config.bounds import broken_rule
+from ppo.config.bounds import broken_rule, marks
 from ppo.errors import InputError
 
 
@@ -69,8 +69,8 @@ refused."""
 
 
 def may_change(hint: Any) -> bool:
-    """Whether the annotation is marked with `MayChange`."""
-    return _MAY_CHANGE in getattr(hint, "__metadata__", ())
+    """Whether the annotation is marked with `MayChange`, as a whole or in a part."""
+    return _MAY_CHANGE in marks(hint)
 
 
 class Derive(NamedTuple):

@@ -20,6 +20,7 @@ from ppo.config import (
     to_yaml,
 )
 from ppo.config.cli import build_parser
+from ppo.config.fields import MayChange, may_change
 from ppo.config.reference import docs
 from ppo.config.schema import flatten, is_section, schema
 
@@ -418,3 +419,8 @@ def test_the_home_folder_is_written_out_in_every_path(monkeypatch):
     assert config.reward.function.path == ["/home/me/r.py"]
     assert config.run_dir == Path("/home/me/run") and config.data.custom_cls.path is None
     assert from_yaml(to_yaml(config)) == config
+
+
+def test_a_mark_counts_wherever_it_stands_in_an_annotation():
+    assert may_change(MayChange[int | None]) and may_change(MayChange[int] | None)
+    assert may_change(list[MayChange[int]]) and not may_change(list[int] | None)
