@@ -288,6 +288,7 @@ ELSEWHERE = {
     "reward/function_score": "with a reward model beside a function",
     "reward/greedy_score": "with adv_estimator remax",
     "timing_s/reward_model": "with a reward model",
+    "val-core/SOURCE/pass@K": "with rollout.val_kwargs.n > 1",
 }
 
 

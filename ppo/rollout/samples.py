@@ -84,13 +84,18 @@ def kept_on_failure(
         raise
 
 
-def mean_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean score by data source, alphabetical; one whose rewards all failed has none."""
-    scores: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        if row["score"] is not None:
-            scores[row["data_source"]].append(row["score"])
-    return {source: _mean(scores[source]) for source in sorted(scores)}
+def validation_metrics(rows: Sequence[Mapping[str, Any]], n: int) -> dict[str, float]:
+    """What is logged of n samples a prompt: mean@n and, with several, pass@k by data source.
+
+    A source whose rewards all failed has none.
+    """
+    metrics = {}
+    for source, summary in summarise(rows).items():
+        if summary.num_failed < summary.num_samples:
+            metrics[f"val-core/{source}/reward/mean@{n}"] = summary.mean_score
+            passes = summary.pass_at if n > 1 else {}
+            metrics |= {f"val-core/{source}/pass@{k}": share for k, share in passes.items()}
+    return metrics
 
 
 class Summary(NamedTuple):

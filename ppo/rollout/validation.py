@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ppo.data.dataset import Prompt
 from ppo.metrics import Metrics
 from ppo.rollout.collector import Collector
-from ppo.rollout.samples import mean_scores, sample_rows
+from ppo.rollout.samples import sample_rows, validation_metrics
 from ppo.rollout.scoring import RewardsFailed, Scorer
 from ppo.tracking.tracker import Tracker
 
@@ -25,7 +25,7 @@ def validate(
     *,
     step: int,
 ) -> None:
-    """Generate from held-out prompts, score, and set val-core/SOURCE/reward/mean@N."""
+    """Generate from held-out prompts, score, and set the metrics val-core/SOURCE/..."""
     config = collector.config
     num_text = config.trainer.log_val_generations
 
@@ -33,8 +33,8 @@ def validate(
         tracker.samples(step, rows, split="val", num_text=num_text)
 
     rows = sample_and_score(collector, scorer, prompts, step=step, keep=keep)
-    for source, score in mean_scores(rows).items():
-        metrics.set(f"val-core/{source}/reward/mean@{config.rollout.val_kwargs.n}", score)
+    for name, value in validation_metrics(rows, config.rollout.val_kwargs.n).items():
+        metrics.set(name, value)
 
 
 def sample_and_score(

@@ -37,7 +37,6 @@ from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
-
 Check = Callable[[int, dict[str, Any]], str | None]
 """what is wrong with the state of a step, or None"""
 
@@ -127,14 +126,14 @@ class Checkpointer:
     ) -> None:
         """Write `step_STEP`; replaces one of the same step.
 
+        One that cannot be written is said, and the next save tries again; checkpoints that are
+        there stay as they are.
+
         Args:
             models: FSDP2 modules (or plain ones, equal on all ranks) by name.
             optimizers: by the name of the model whose parameters they hold.
             state: JSON, equal on all ranks.
             metric: for keep_best; higher is better.
-
-        One that cannot be written is said, and the next save tries again; checkpoints that are
-        there stay as they are.
 
         Raises:
             CheckpointError: on all ranks, when two saves in a row could not be written.
@@ -188,7 +187,7 @@ class Checkpointer:
             self._writer.write(job)
         except CheckpointError as failure:
             if self._mesh.rank == 0:
-                logger.warning("%s", failure)
+                logger.warning("%s; the next save, if there is one, tries again", failure)
             return Saved(job.step, failure)
         return Saved(job.step, None)
 
@@ -205,12 +204,7 @@ class Checkpointer:
             self._failure = None
             raise CheckpointError(f"two in a row: {before}; {saved.failure}")
 
-    def latest(
-        self,
-        where: Path | None = None,
-        *,
-        check: Check = accept,
-    ) -> Path | None:
+    def latest(self, where: Path | None = None, *, check: Check = accept) -> Path | None:
         """The newest checkpoint whose files are all as written, or None; same on all ranks.
 
         Ranks read different files. A damaged checkpoint is skipped with a warning that names it.
@@ -298,8 +292,11 @@ class Checkpointer:
         size = self._mesh.dims.world_size
         mine = find_damage(path, share=self._mesh.rank, num_shares=size)
         if mine is None and self._mesh.rank == 0:
-            train_state = read_train_state(path)
-            mine = check(train_state["step"], train_state["state"])
+            try:
+                train_state = read_train_state(path)
+                mine = check(train_state["step"], train_state["state"])
+            except CheckpointError as error:  # gone since
+                mine = str(error)
         found = gather(mine, self._mesh.host_group)
         damage = next((text for text in found if text is not None), None)
         if damage is None:

@@ -500,3 +500,16 @@ def test_a_tokenizer_without_its_vocabulary_is_refused_at_load(tmp_path):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"no known token of plain text.*tokenizer\.json"):
         load_tokenizer(folder)
+
+
+def test_other_data_with_as_many_prompts_is_said(caplog):
+    state = PromptSampler(prompts(8), batch_size=4).state_dict()
+    PromptSampler(prompts(8), batch_size=4).load_state_dict(state)
+    PromptSampler(prompts(8), batch_size=4).load_state_dict(
+        {key: value for key, value in state.items() if key != "checksum"}  # of an earlier version
+    )
+    assert not caplog.records
+    others = prompts(8)
+    others[5] = others[5]._replace(ground_truth="another answer")
+    PromptSampler(others, batch_size=4).load_state_dict(state)
+    assert "as many prompts (8), but other ones" in caplog.text

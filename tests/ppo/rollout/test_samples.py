@@ -15,7 +15,7 @@ from ppo.config import ConfigError
 from ppo.data.tokenizer import load_tokenizer
 from ppo.models.build import build_causal_lm
 from ppo.models.tiny import build_tiny_model
-from ppo.rollout.samples import pass_at_k, summarise, write_samples
+from ppo.rollout.samples import pass_at_k, summarise, validation_metrics, write_samples
 from ppo.rollout.scoring import RewardsFailed
 from rollout import load_evaluation, main, parse_options
 from sharding.checkpoint import Checkpointer
@@ -53,6 +53,21 @@ def test_a_summary_leaves_failed_samples_out_of_scores_and_counts_them():
     # prompt 0: one of three passes; prompt 1: none of two
     assert b.pass_at == pytest.approx({1: (1 / 3 + 0) / 2, 2: (2 / 3 + 0) / 2})
     assert summarise(rows, pass_score=0.5)["b"].pass_at[1] == pytest.approx((2 / 3 + 0) / 2)
+
+
+def test_validation_with_several_samples_logs_pass_at_k_too():
+    rows = [row(0, 1.0), row(0, 0.0), row(0, 0.5), row(0, 0.0)]  # one of four passes
+    rows += [row(1, None), row(1, 1.0), row(1, 2.0), row(1, 1.0)]  # three of three
+    rows += [row(2, None, data_source="failed")] * 4
+    assert validation_metrics(rows, 4) == pytest.approx(
+        {
+            "val-core/b/reward/mean@4": 5.5 / 7,
+            "val-core/b/pass@1": (1 / 4 + 1) / 2,
+            "val-core/b/pass@2": (1 / 2 + 1) / 2,
+            "val-core/b/pass@4": 1.0,  # of the one prompt that has four scores
+        }
+    )
+    assert validation_metrics([row(0, 0.5)], 1) == {"val-core/b/reward/mean@1": 0.5}
 
 
 def test_samples_are_written_whole_and_read_back(tmp_path):
