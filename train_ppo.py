@@ -75,15 +75,17 @@ def train(config: Config, run: Run) -> None:
         if trains and state.step >= total_steps:
             logger.info("nothing to train: %s is of step %d of %d", start, state.step, total_steps)
             return run.nothing_left(state.step)
+        # before models: a reward that cannot work is said within seconds
         pool = owned.enter_context(open_rewards(config, run, prompts))
         models = build_models(config, run.mesh, run.dir, total_steps)
         actor, critic = models.actor, models.critic
         scorer = build_scorer(config, run, prompts, pool)
+        # before a checkpoint is loaded: the engine comes up meanwhile
         collector = owned.enter_context(open_collector(config, run, prompts, actor))
         batchers = make_batchers(config, run.mesh, models)
         if start is not None:
             load_models(config, checkpoints, models, start)
-        models.rest()
+        models.rest()  # after loading, which fills what rests on the host too
         # nothing can be refused any more: from here on this start writes the record of the run
         run.begin(step=state.step, anew=start is None)
         if start is not None and trains:
