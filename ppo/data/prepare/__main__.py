@@ -77,10 +77,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     scored = "; ".join(f"{name}: {method.scored}" for name, method in METHODS.items())
     command.add_argument(
-        "--method", choices=[*METHODS], default="exact", help=f"how answers are scored: {scored}"
+        "--method",
+        choices=[*METHODS],
+        help=f"how answers are scored (exact if not given): {scored}",
     )
     command.add_argument(
-        "--data_source", help="picks another scorer, or is one for your own; without --method"
+        "--data_source",
+        help="picks another scorer, or is a name for one of yours; not with --method",
     )
     _add_texts(command, instruction=None)
     command.set_defaults(make=_make_jsonl)
@@ -172,7 +175,9 @@ def _make_known(options: argparse.Namespace) -> list[Part]:
 def _make_jsonl(options: argparse.Namespace) -> list[Part]:
     source, method, instruction = options.data_source, None, ""
     if source is None:
-        source, method, instruction, _ = METHODS[options.method]
+        source, method, instruction, _ = METHODS[options.method or "exact"]
+    elif options.method is not None:
+        raise PrepareError(f"--method {options.method} names a scorer, and so does --data_source")
     if options.instruction is not None:
         instruction = options.instruction
     maker = partial(
