@@ -107,7 +107,7 @@ def overlong_prompts(config: Config) -> Iterator[str]:
         if lengths and min(lengths) > most:
             yield (
                 f"data.max_prompt_length = {most}: the first {len(lengths)} prompts of {path} have "
-                f"{min(lengths)} tokens and more, all too long"
+                f"{min(lengths)} to {max(lengths)} tokens or more, all too long"
             )
 
 
