@@ -85,7 +85,7 @@ def train(config: Config, run: Run) -> None:
         batchers = make_batchers(config, run.mesh, models)
         if start is not None:
             load_models(config, checkpoints, models, start)
-        models.rest()  # after loading, which fills what rests on the host too
+        models.rest()  # after loading, which makes Adam's moments on the device
         # nothing can be refused any more: from here on this start writes the record of the run
         run.begin(step=state.step, anew=start is None)
         if start is not None and trains:

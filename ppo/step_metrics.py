@@ -13,8 +13,9 @@ from ppo.metrics import Metrics, timing_shares
 from ppo.model_shapes import AttentionShape
 from ppo.models.flops import ModelSize, batch_flops, utilisation
 from ppo.models.learner import Learner
-from ppo.packing import Batcher, assign
+from ppo.packing import Batcher
 from sharding.mesh import Mesh
+from sharding.partition import assign
 
 
 def _spread(metrics: Metrics, name: str, values: Tensor) -> None:

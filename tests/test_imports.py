@@ -64,6 +64,7 @@ ONLY_PREPARE_KNOWS_SCORERS = "ppo/data/prepare/"
 NO_TORCH = (
     *("ppo/check/", "ppo/config/", "ppo/rewards/", "ppo/errors.py", "ppo/plugin.py"),
     *("ppo/model_shapes.py", "sharding/dims.py", "sharding/heads.py", "sharding/layout.py"),
+    "sharding/partition.py",
 )
 MOST_PAIRS_OF_ROOMS = 115
 MOST_FILES_OF_A_FOLDER = 18

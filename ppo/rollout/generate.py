@@ -1,6 +1,5 @@
 """Prompts to completions over all engines, in order on every rank."""
 
-import heapq
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -14,6 +13,7 @@ from ppo.metrics import Metrics
 from ppo.run.run import Run
 from sharding.agree import gather
 from sharding.mesh import Mesh
+from sharding.partition import largest_first
 
 UIDS_PER_PROMPT = 2**20
 """Sample numbers that a prompt's uid leaves room for."""
@@ -74,22 +74,11 @@ def spread(lengths: Sequence[float], *, n: int, replicas: int) -> list[list[int]
     together unless that leaves the fullest replica more than 10 % above the mean.
     """
     number = len(lengths)
-    whole = _longest_first(lengths, replicas)
+    whole = largest_first(lengths, replicas)
     loads = [sum(lengths[p] for p in share) for share in whole]
     if max(loads) * replicas <= _MAX_IMBALANCE * sum(loads):
         return [[s * number + p for s in range(n) for p in sorted(share)] for share in whole]
-    return [sorted(share) for share in _longest_first(list(lengths) * n, replicas)]
-
-
-def _longest_first(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Greedy partition: the largest cost that is left goes to the part with the least."""
-    shares: list[list[int]] = [[] for _ in range(parts)]
-    loads = [(0.0, part) for part in range(parts)]
-    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        load, part = heapq.heappop(loads)
-        shares[part].append(index)
-        heapq.heappush(loads, (load + costs[index], part))
-    return shares
+    return [sorted(share) for share in largest_first(list(lengths) * n, replicas)]
 
 
 class _Packed(NamedTuple):

@@ -29,9 +29,10 @@ from ppo.engines.contract import Completion
 from ppo.metrics import Metrics
 from ppo.models.learner import Learner, make_optimizer
 from ppo.models.tiny import build_tiny_tokenizer
-from ppo.packing import Batcher, Budget
+from ppo.packing import Batcher
 from ppo.update import update_actor
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
+from sharding.partition import Budget
 from tests.benchmarks.measure import build_for_update, save_smollm2_shape, seconds
 
 TARGET = 1.3

@@ -1,14 +1,12 @@
-"""How the rollout batch is cut: membership, budgets, alignment of packed and padded rows."""
+"""How the rollout batch is cut: membership, alignment of packed and padded rows."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ppo.batch import RolloutBatch, make_batch, mini_batches
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
-from ppo.packing import Budget, assign, make_micro_batch, partition
+from ppo.packing import make_micro_batch
 
 CPU = torch.device("cpu")
 
@@ -51,42 +49,6 @@ def test_mini_batches_hold_whole_groups_in_order_or_shuffled_by_the_seed():
     for part in shuffled:
         for group in groups[part].unique():
             assert int((groups[part] == group).sum()) == 2
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 60), max_size=40),
-    dp=st.integers(1, 5),
-    tokens=st.one_of(st.none(), st.integers(10, 100)),
-    count=st.one_of(st.none(), st.integers(1, 4)),
-    padded=st.booleans(),
-    balance=st.booleans(),
-)
-def test_a_partition_covers_each_sequence_once_within_its_budget(
-    lengths, dp, tokens, count, padded, balance
-):
-    budget = Budget(dp=dp, tokens=tokens, count=count, padded=padded, balance=balance)
-    ranks = partition(lengths, range(len(lengths)), budget)
-    assert len(ranks) == dp
-    assert len({len(micros) for micros in ranks}) == 1  # the same number on every rank
-    assert sorted(i for micros in ranks for m in micros for i in m) == list(range(len(lengths)))
-    for micro in (m for micros in ranks for m in micros if len(m) > 1):
-        size = (
-            len(micro) * max(lengths[i] for i in micro)
-            if padded
-            else sum(lengths[i] for i in micro)
-        )
-        assert tokens is None or size <= tokens
-        assert count is None or len(micro) <= count
-
-
-def test_balancing_by_cost_splits_one_long_against_many_short_sequences():
-    lengths = [4000] + [1000] * 6
-    budget = Budget(dp=2, hidden_size=64)  # the quadratic part rules
-    ranks = assign(lengths, range(7), budget)
-    assert sorted(map(len, ranks)) == [1, 6]
-    in_order = assign(lengths, range(7), Budget(dp=2, balance=False))
-    assert in_order == [[0, 2, 4, 6], [1, 3, 5]]
 
 
 @pytest.mark.parametrize("sp", [1, 2, 4])

@@ -16,9 +16,10 @@ from ppo.metrics import Metrics
 from ppo.models.build import build_causal_lm
 from ppo.models.learner import Learner, make_optimizer
 from ppo.models.tiny import build_tiny_model
-from ppo.packing import Batcher, Budget
+from ppo.packing import Batcher
 from ppo.update import update_actor
 from sharding.mesh import build_mesh
+from sharding.partition import Budget
 from tests.distributed import run_distributed
 from tests.peak_memory import PeakTracker
 

@@ -16,9 +16,10 @@ from ppo.config import Config, LossAggMode, MixedPrecisionConfig, load_config
 from ppo.metrics import Metrics
 from ppo.models.build import build_causal_lm, build_value_model
 from ppo.models.learner import Learner, make_optimizer
-from ppo.packing import Batcher, Budget, assign, partition
+from ppo.packing import Batcher
 from ppo.update import update_actor, update_critic
 from sharding.mesh import Mesh, build_mesh, init_distributed
+from sharding.partition import Budget, assign, partition
 from tests.distributed import run_distributed
 from tests.ppo import plain_update as plain
 from tests.ppo.models.hf_models import save_model
