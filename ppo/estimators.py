@@ -47,6 +47,9 @@ def estimate(batch: RolloutBatch, algorithm: AlgorithmConfig) -> Estimate:
     used = ~batch.failed
     if algorithm.needs.siblings:
         used &= ~batch.alone
+    if not used.any():
+        nothing = batch.rewards.new_zeros(batch.rewards.shape)
+        return Estimate(nothing, nothing if algorithm.needs.critic else None)
     groups = batch.group_ids[used]
     samples = Samples(
         rewards=batch.rewards[used],

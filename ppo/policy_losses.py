@@ -58,4 +58,6 @@ def vanilla(inputs: PolicyInputs) -> PolicyOutputs:
     )
 
 
-POLICY_LOSSES: dict[str, Callable[[PolicyInputs], PolicyOutputs]] = {"vanilla": vanilla}
+POLICY_LOSSES: dict[str, Callable[[PolicyInputs], PolicyOutputs]] = {
+    "vanilla": vanilla,
+}

@@ -56,7 +56,7 @@ class PolicyLossConfig(Section):
     """Which formula the policy loss is."""
 
     loss_mode: LossMode = "vanilla"
-    """PPO's clipped surrogate, with the dual clip"""
+    """formula of the loss; vanilla is PPO's clipped surrogate with the dual clip"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class ActorConfig(Section):
     clip_ratio_c: Annotated[float, Bound(gt=1, le=1e9)] = 3.0
     """dual clip: bound of the loss for negative advantages"""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    """formula of the loss"""
+    """the policy loss"""
     loss_agg_mode: LossAggMode = "token-mean"
     """how token losses become one number"""
     entropy_coeff: Annotated[float, Bound(ge=-10, le=10, usual=(-0.1, 0.1))] = 0.0

@@ -117,10 +117,8 @@ def test_a_value_is_read_by_the_type_of_its_key(tmp_path, text, path, value):
         ("trainer.val_only=1", "must be true or false"),
         ("reward.function.kwargs=3", "reward.function.kwargs = '3': must be a mapping"),
         ("actor.optim=3", "actor.optim = '3': is a section; its keys are betas, eps, lr"),
-        (
-            "algorithm.adv_estimator=gea",
-            "did you mean gae?",
-        ),
+        ("algorithm.adv_estimator=gea", "must be one of gae, grpo, rloo"),
+        ("algorithm.adv_estimator=gea", "did you mean gae?"),
         ("rollout.stop=[a, 12]", "rollout.stop = ['a', '12']: must be a list of text; put 12 in"),
         ("rollout.stop=[true]", "put true in quotes"),
         ("rollout.stop=1e-3", "put 1e-3 in quotes"),
