@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from ppo.batch import RolloutBatch
 from ppo.metrics import Metrics
-from ppo.packing import Batcher, MicroBatch, to_device
+from ppo.packing import Batcher, MicroBatch
 from ppo.run.run import Run
 from sharding.fsdp import without_gradients
+from sharding.offload import to_device
 
 
 def _forward_all(

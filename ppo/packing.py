@@ -17,6 +17,7 @@ from ppo.models.build import is_packable
 from ppo.models.learner import Model
 from ppo.models.roles import Models
 from sharding.mesh import Mesh
+from sharding.offload import to_device
 from sharding.partition import Budget, partition
 
 PAD_ID = 0
@@ -38,13 +39,6 @@ class MicroBatch:
     def take(self, tensor: Tensor) -> Tensor:
         """Pick the K entries of a [B, T] host tensor, moved to the device of the labels."""
         return to_device(tensor[self.rows, self.cols], self.labels.device)  # [K]
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device, without waiting for it on CUDA."""
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def make_micro_batch(

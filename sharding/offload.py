@@ -88,6 +88,13 @@ class _Place:
 _PLACES: WeakKeyDictionary[nn.Module | Optimizer, _Place] = WeakKeyDictionary()
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to the device, through pinned memory and without waiting on CUDA."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def offload_module(module: nn.Module) -> None:
     """Parameters and gradients of an FSDP2 (or plain) module to the host.
 

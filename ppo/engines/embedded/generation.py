@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ppo.engines.contract import Completion, Request, SamplingParams
-from ppo.engines.embedded.kv_cache import KVCache, to_device
+from ppo.engines.embedded.kv_cache import KVCache
 from ppo.engines.embedded.model import LocalModel
 from ppo.engines.embedded.sampling import sample, uniforms
 from ppo.engines.embedded.stop_text import StopText
+from sharding.offload import to_device
 
 
 @dataclass(slots=True, eq=False)

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from sharding.offload import to_device
+
 # Columns become visible in blocks of this size: few mask shapes, and cheap to clear.
 _BLOCK = 64
 
@@ -201,10 +203,3 @@ def _softcapped(
     scores = (query @ key.transpose(2, 3)).float() * (scaling / softcap)
     scores = scores.tanh() * softcap + mask.float()
     return scores.softmax(-1).to(query.dtype) @ value
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a small host tensor without waiting for the device."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
