@@ -24,6 +24,12 @@ def new_file(path: Path) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole: readers and a crash see the old text or the new one."""
+    with new_file(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
 def new_numbered(folder: Path, name: str) -> Path:
     """Make and return folder/NAME1, NAME2, ...: the first that is free."""
     number = 1

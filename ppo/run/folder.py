@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from ppo.errors import InputError
-from ppo.files import new_numbered
+from ppo.files import new_numbered, replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +35,6 @@ LONGEST_REASON = 2000
 OUR_LOGGERS = ("__main__", "train_ppo", "rollout", "ppo", "sharding")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write beside and rename: readers and a crash see the old file or the new one."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
 def write_status(folder: Path, state: Outcome, *, step: int, reason: str) -> None:
     """Replace status.json: {"state", "step", "reason"}; launch scripts requeue from it.
 
@@ -53,7 +43,7 @@ def write_status(folder: Path, state: Outcome, *, step: int, reason: str) -> Non
     path = folder / "status.json"
     status = {"state": state, "step": step, "reason": reason}
     try:
-        write_atomically(path, json.dumps(status) + "\n")
+        replace_text(path, json.dumps(status) + "\n")
     except OSError:
         if not path.is_file():
             raise

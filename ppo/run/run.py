@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ppo.config import Config, ConfigError, Problem, to_yaml
 from ppo.errors import InputError
-from ppo.files import new_numbered
+from ppo.files import new_numbered, replace_text
 from ppo.run.folder import (
     Outcome,
     add_log_handlers,
@@ -28,7 +28,6 @@ from ppo.run.folder import (
     record_start,
     remove_log_handlers,
     set_aside,
-    write_atomically,
     write_status,
 )
 from ppo.run.progress import progress_bar
@@ -167,7 +166,7 @@ class Run:
             return
         if anew:
             set_aside(self.record)
-        write_atomically(self.record / "config.yaml", to_yaml(self._config))
+        replace_text(self.record / "config.yaml", to_yaml(self._config))
         record_start(
             self.record,
             command=self._command,

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from sharding.checkpoint.files import TENSORS, CheckpointError, sync_folder
+from sharding.checkpoint.files import TENSORS, CheckpointError, put_in_place, sync_tree
 from sharding.checkpoint.folder import find_checkpoint
 from sharding.checkpoint.storage import SafeReader, causes
 from sharding.names import tied_names
@@ -49,8 +49,8 @@ def export_hf(
     beside = out.with_name(out.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
     write_hf(checkpoint, beside, model=model, dtype=dtype)
-    sync_folder(beside)
-    beside.replace(out)
+    sync_tree(beside)
+    put_in_place(beside, out)
     logger.info("exported %s of %s to %s", model, checkpoint, out)
     return out
 

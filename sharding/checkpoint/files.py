@@ -58,9 +58,14 @@ def write_durably(path: Path, data: bytes) -> FileRecord:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    put_in_place(beside, path)
+    return FileRecord(len(data), zlib.crc32(data))
+
+
+def put_in_place(beside: Path, path: Path) -> None:
+    """Give a file or folder whose content is durable its name, durably."""
     beside.replace(path)
     sync_folder(path.parent)
-    return FileRecord(len(data), zlib.crc32(data))
 
 
 def sync_folder(folder: Path) -> None:
@@ -74,16 +79,20 @@ def sync_folder(folder: Path) -> None:
 
 def record_files(folder: Path, root: Path) -> dict[str, FileRecord]:
     """Sync every file below `folder`, and return its record by path relative to `root`."""
-    records = {}
-    for path in sorted(folder.rglob("*")):
+    sync_tree(folder)
+    files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())
+    return {str(path.relative_to(root)): record_file(path) for path in files}
+
+
+def sync_tree(folder: Path) -> None:
+    """Make all files below the folder durable, and their names."""
+    for path in folder.rglob("*"):
         if path.is_dir():
             sync_folder(path)
-            continue
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        records[str(path.relative_to(root))] = record_file(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
     sync_folder(folder)
-    return records
 
 
 def record_file(path: Path) -> FileRecord:

@@ -21,9 +21,9 @@ from sharding.checkpoint.files import (
     REPLACED,
     CheckpointError,
     FileRecord,
+    put_in_place,
     read_manifest,
     step_of,
-    sync_folder,
     write_durably,
     write_manifest,
 )
@@ -105,8 +105,7 @@ def publish(
     final = folder / f"step_{step:08d}"
     if os.path.lexists(final):
         _make_way(final)
-    beside.rename(final)
-    sync_folder(folder)
+    put_in_place(beside, final)
     return final
 
 

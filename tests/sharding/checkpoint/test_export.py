@@ -1,6 +1,7 @@
 """Checkpoints as Hugging Face folders: they load with transformers and compute the same."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def test_an_exported_model_computes_the_same_with_its_head_tied_or_not(tmp_path,
         export_hf(tmp_path, tmp_path / "other", model="critic")
 
 
-def test_a_value_model_is_exported_as_a_classifier_with_one_label(tmp_path):
+def test_a_value_model_is_exported_durably_as_a_classifier_with_one_label(tmp_path, monkeypatch):
     config = LlamaConfig(
         vocab_size=67,
         hidden_size=32,
@@ -74,7 +75,11 @@ def test_a_value_model_is_exported_as_a_classifier_with_one_label(tmp_path):
     )
     config.num_labels = 1
     outputs = _save(tmp_path, {"critic": LlamaForSequenceClassification(config)})
+    synced, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.add(os.fstat(fd).st_ino), fsync(fd)))
     out = export_hf(tmp_path, tmp_path / "hf", model="critic")
+    # a machine that stops now has all of it: files, their names, and the name of the folder
+    assert {path.stat().st_ino for path in (tmp_path, out, *out.rglob("*"))} <= synced
     model = AutoModelForSequenceClassification.from_pretrained(out)
     assert torch.equal(_output(model), outputs["critic"])
 
