@@ -60,7 +60,7 @@ def test_prompts_that_are_all_too_long_are_warned_about_without_transformers(tmp
             f"data.train_files={tmp_path / 'rows.jsonl'}"]  # fmt: skip
     assert run_check(parse_args([*base, "data.max_prompt_length=19"])) == 0
     assert "the first 3 prompts of" in (out := capsys.readouterr().out)
-    assert "20 tokens and more" in out
+    assert "20 to 40 tokens or more" in out
     run_check(parse_args([*base, "data.max_prompt_length=20"]))
     assert "the first 3 prompts" not in capsys.readouterr().out
     (tmp_path / "tokenizer.json").write_text("{")
