@@ -1,5 +1,6 @@
 """What is logged of a rollout batch and of a step. Every rank computes the same numbers."""
 
+import logging
 import resource
 from collections.abc import Mapping
 
@@ -16,6 +17,38 @@ from ppo.models.learner import Learner
 from ppo.packing import Batcher
 from sharding.mesh import Mesh
 from sharding.partition import assign
+
+logger = logging.getLogger(__name__)
+
+
+MOST_PROBS_DIFF = 0.01
+"""largest training/rollout_probs_diff_mean of an engine in float32; in bfloat16 it is usual"""
+
+
+class EngineAlarm:
+    """Says once that the engine samples from another distribution than the trainer scores.
+
+    It sees what the comparison of forwards at the start cannot: the engine, the weights that it
+    got, kernels of the device.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._armed = config.rollout.dtype == "float32"
+
+    def check(self, step: int, values: Mapping[str, float]) -> None:
+        """Look at the reduced values of a step."""
+        found = values.get("training/rollout_probs_diff_mean", 0.0)
+        if self._armed and not found <= MOST_PROBS_DIFF:  # NaN too
+            self._armed = False
+            logger.warning(
+                "step %d: probabilities of trainer and engine differ by %.3g on average "
+                "(training/rollout_probs_diff_mean), by more than %g with an engine in float32: "
+                "they do not compute the same; compare rollout.engine=torch and sglang, and look "
+                "at rollout.engine_kwargs",
+                step,
+                found,
+                MOST_PROBS_DIFF,
+            )
 
 
 def _spread(metrics: Metrics, name: str, values: Tensor) -> None:

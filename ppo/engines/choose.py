@@ -8,6 +8,8 @@ from torch import nn
 
 from ppo.config import Config
 from ppo.engines.contract import Engine
+from ppo.errors import InputError
+from sharding.agree import together
 from sharding.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -42,6 +44,13 @@ def build_engine(
             return SGLangEngine(config, mesh, module, model_path=str(model_path), log_dir=logs)
         case "torch":
             from ppo.engines.embedded.engine import TorchEngine
+            from ppo.engines.embedded.verify import check_generation
 
             trust = config.model.trust_remote_code
+
+            def check() -> None:
+                if mesh.rank == 0 and config.model.verify_forward:
+                    check_generation(module.config, trust_remote_code=trust)
+
+            together(check, mesh.host_group, InputError, expected=InputError, name_ranks=False)
             return TorchEngine(module, mesh, tokenizer, config.rollout, trust_remote_code=trust)
