@@ -119,7 +119,7 @@ def evaluate(config: Config, run: Run, options: Options) -> dict[str, Summary]:
     if config.data.train_max_samples > 0:
         limit = config.data.train_max_samples
         logger.info("data.train_max_samples or val_max_samples: the first %d rows only", limit)
-    actor = _load_actor(config, run, options.checkpoint)
+    actor = _load_actor(config, run, options.checkpoint, prompts.num_ids)
     with (
         open_rewards(config, run, prompts) as pool,
         open_collector(config, run, prompts, actor) as collector,
@@ -135,7 +135,7 @@ def evaluate(config: Config, run: Run, options: Options) -> dict[str, Summary]:
     return summaries
 
 
-def _load_actor(config: Config, run: Run, checkpoint: Path | None) -> Model:
+def _load_actor(config: Config, run: Run, checkpoint: Path | None, num_ids: int) -> Model:
     """The model of model.path, with the weights of a checkpoint of ours where one is given."""
     module = build_causal_lm(
         model_folder(config.model.path, run.mesh, run.dir),
@@ -145,6 +145,7 @@ def _load_actor(config: Config, run: Run, checkpoint: Path | None) -> Model:
         checkpointing=False,
         forward_only=True,
         dtype=getattr(torch, config.model.dtype),
+        num_ids=num_ids,
     )
     if checkpoint is not None and not (checkpoint / "config.json").is_file():
         try:

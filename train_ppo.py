@@ -49,7 +49,7 @@ from ppo.run.run import Run, StopRequested
 from ppo.run.signals import EXIT_INTERRUPTED
 from ppo.run.start import Launch, open_run
 from ppo.state import TrainState, find_start, load_models, open_checkpoints, save_checkpoint
-from ppo.step_metrics import perf_metrics, summarise_batch
+from ppo.step_metrics import EngineAlarm, perf_metrics, summarise_batch
 from ppo.tracking.tracker import Tracker
 from ppo.update import epoch_mini_batches, needs_old_logprobs, update_actor, update_critic
 
@@ -77,7 +77,7 @@ def train(config: Config, run: Run) -> None:
             return run.nothing_left(state.step)
         # before models: a reward that cannot work is said within seconds
         pool = owned.enter_context(open_rewards(config, run, prompts))
-        models = build_models(config, run.mesh, run.dir, total_steps)
+        models = build_models(config, run.mesh, run.dir, total_steps, num_ids=prompts.num_ids)
         actor, critic = models.actor, models.critic
         scorer = build_scorer(config, run, prompts, pool)
         # before a checkpoint is loaded: the engine comes up meanwhile
@@ -115,7 +115,7 @@ def train(config: Config, run: Run) -> None:
                 checkpoints.finish()  # what is not saved is not preempted, but failed
 
         owned.push(save_if_stopped)
-        metrics = Metrics(run.mesh.device)
+        metrics, alarm = Metrics(run.mesh.device), EngineAlarm(config)
         if config.trainer.val_only:
             test(metrics)
             tracker.log(state.step, metrics.reduce(run.mesh.host_group))
@@ -158,6 +158,7 @@ def train(config: Config, run: Run) -> None:
                 test(metrics)
             values = metrics.reduce(run.mesh.host_group)
             values |= perf_metrics(values, batch, models.actor, models.critic, config, run.mesh)
+            alarm.check(step, values)
             tracker.log(step, values)
             log_samples(tracker, scorer, batch, step)
             metrics = Metrics(run.mesh.device)  # the save's time goes into the next row

@@ -52,6 +52,8 @@ class _Options(NamedTuple):
     temperature: float
     with_entropy: bool
     block_elements: int
+    num_ids: int
+    """rows of the head that count, from 0 on"""
 
 
 def token_logprobs(
@@ -62,6 +64,7 @@ def token_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     transform: LogitTransform | None = None,
+    num_ids: int | None = None,
     block_elements: int | None = None,
 ) -> LabelLogprobs:
     """Log-probability of each label, and the exact entropy of each distribution.
@@ -71,6 +74,7 @@ def token_logprobs(
 
     hidden: [K, H], K may be 0; weight: [V, H]; labels: [K] int64 in [0, V). The product runs in the
     dtype of `weight`, statistics in float32 (float64 for float64 weights).
+    num_ids: only so many rows of the head, from 0 on, have a probability; None = all, V.
     block_elements bounds rows x columns of the block of logits that exists at a time; None picks it
     for the device.
     Raises ValueError on shapes that do not fit and on a temperature that is not positive.
@@ -87,7 +91,10 @@ def token_logprobs(
         block_elements = (
             CPU_BLOCK_ELEMENTS if hidden.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
         )
-    options = _Options(transform or LogitTransform(), temperature, with_entropy, block_elements)
+    num_ids = len(weight) if num_ids is None else min(num_ids, len(weight))
+    options = _Options(
+        transform or LogitTransform(), temperature, with_entropy, block_elements, num_ids
+    )
     logprobs, entropy = _TokenLogprobs.apply(hidden.to(weight.dtype), weight, labels, options)
     return LabelLogprobs(logprobs, entropy if with_entropy else None)
 
@@ -115,6 +122,8 @@ class _TokenLogprobs(torch.autograd.Function):
         want_hidden, want_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight = torch.empty_like(weight) if want_weight else None
+        if grad_weight is not None:
+            grad_weight[ctx.options.num_ids :].zero_()
         for i, r in enumerate(_row_slices(hidden.shape[0])):
             grads = _RowGradients(
                 grad_logprobs[r], grad_entropy[r], logsumexp[r], entropy[r], labels[r]
@@ -185,7 +194,7 @@ def _row_statistics(
     dtype = _statistics_dtype(weight)
     maximum = hidden.new_full(labels.shape, -torch.inf, dtype=dtype)
     total, weighted, chosen = (torch.zeros_like(maximum) for _ in range(3))
-    for columns in _column_slices(len(labels), weight.shape[0], options.block_elements):
+    for columns in _column_slices(len(labels), options.num_ids, options.block_elements):
         u = _block_logits(hidden, weight[columns], options)  # [R, C]
         index, inside = _label_columns(labels, columns)
         chosen = torch.where(inside, u.gather(1, index).squeeze(1), chosen)
@@ -214,7 +223,7 @@ def _row_backward(
 ) -> Tensor:
     """Gradient to these rows of `hidden` [R, H]; writes (or adds) their part of `grad_weight`."""
     grad_hidden = torch.zeros_like(hidden, dtype=_statistics_dtype(weight))
-    for columns in _column_slices(len(hidden), weight.shape[0], options.block_elements):
+    for columns in _column_slices(len(hidden), options.num_ids, options.block_elements):
         block = weight[columns]
         grad_block = _block_gradient(hidden, block, grads, options, columns)  # [R, C]
         if weight.dtype == grad_hidden.dtype:

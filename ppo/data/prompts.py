@@ -1,5 +1,7 @@
 """The prompts of a run, training and validation."""
 
+import logging
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,12 +15,17 @@ if TYPE_CHECKING:  # --check answers without the seconds that transformers takes
     from transformers import PreTrainedTokenizerBase
 
 
+logger = logging.getLogger(__name__)
+
+
 class PromptSets(NamedTuple):
     """Tokenizer and prompts of a run; val is empty without data.val_files."""
 
     tokenizer: "PreTrainedTokenizerBase"
     train: Prompts
     val: list[Prompt]
+    num_ids: int
+    """ids from 0 on that tokenizer and model both have, where the model's are known"""
 
     def all(self) -> Iterator[Prompt]:
         """Training prompts, then validation prompts."""
@@ -63,7 +70,22 @@ def load_prompts(
 
     train = load(config.data.train_files, "train")
     val = load(config.data.val_files, "val")
-    return PromptSets(tokenizer, train, [val[index] for index in range(len(val))])
+    num_ids = _shared_ids(tokenizer, vocabulary)
+    return PromptSets(tokenizer, train, [val[index] for index in range(len(val))], num_ids)
+
+
+def _shared_ids(tokenizer: "PreTrainedTokenizerBase", vocabulary: int | None) -> int:
+    """Ids from 0 on that the model has and the tokenizer's largest id covers."""
+    known = set(tokenizer.get_vocab().values())
+    number = min(max(known) + 1, vocabulary or sys.maxsize)
+    missing = number - sum(i < number for i in known)
+    if missing:
+        logger.warning(
+            "the tokenizer has no token for %d of the ids 0 to %d: they can be sampled",
+            missing,
+            number - 1,
+        )
+    return number
 
 
 def total_steps_of(config: Config, sampler: PromptSampler) -> int:

@@ -92,6 +92,7 @@ def build_causal_lm(
     checkpointing: bool,
     forward_only: bool,
     dtype: torch.dtype,
+    num_ids: int | None = None,
     shard_dim1: Callable[[str, nn.Parameter], bool] | None = None,
 ) -> nn.Module:
     """Actor or reference: a sharded causal LM whose call returns LabelLogprobs.
@@ -104,13 +105,15 @@ def build_causal_lm(
     cu_seqlens describes); without, rows are right-padded.
 
     dtype: of the stored parameters (float32 masters for training).
+    num_ids: ids that have a probability, from 0 on; None = all rows of the head. A head often has
+    more rows than the tokenizer has ids.
     Raises InputError for a model that does not fit the mesh or weights that do not fit the model.
     Collective over all ranks.
     """
     hf_config = load_hf_config(path, model_config)
     module = _on_meta(path, hf_config, model_config, dtype)
     findings = _findings(module, hf_config, mesh, model_config)
-    _replace(module, findings, mesh, model_config, label_logprobs)
+    _replace(module, findings, mesh, model_config, label_logprobs, num_ids)
     converted = remember_names(module)
     _shard(module, mesh, model_config, fsdp_config, checkpointing, forward_only, shard_dim1)
     source = (model_config, dtype, False)
@@ -182,11 +185,13 @@ def _replace(
     mesh: Mesh,
     model_config: ModelConfig,
     forward: Callable[..., Any],
+    num_ids: int | None = None,
 ) -> None:
     plan = plan_forward(
         module,
         mesh,
         findings,
+        num_ids=num_ids,
         attn_implementation=model_config.attn_implementation,
         use_remove_padding=model_config.use_remove_padding,
     )

@@ -46,6 +46,8 @@ class ForwardPlan:
     sp_group: dist.ProcessGroup | None
     """ranks that hold one slice of the row each; None at sp = 1"""
     device: torch.device
+    num_ids: int | None = None
+    """ids that have a probability, from 0 on; None = all rows of the head"""
 
 
 class Findings(NamedTuple):
@@ -67,6 +69,7 @@ def plan_forward(
     mesh: Mesh,
     findings: Findings,
     *,
+    num_ids: int | None,
     attn_implementation: str,
     use_remove_padding: bool,
 ) -> ForwardPlan:
@@ -109,6 +112,7 @@ def plan_forward(
         kernel if obstacle is None else None,
         mesh.sp_group if sp > 1 else None,
         mesh.device,
+        num_ids,
     )
 
 
@@ -144,6 +148,13 @@ def install_input_hook(module: nn.Module) -> None:
 def is_packable(module: nn.Module) -> bool:
     """Whether a built model takes packed documents (cu_seqlens); otherwise padded rows only."""
     return module.forward_plan.kernel is not None  # pyright: ignore
+
+
+def num_ids_of(module: Any) -> int:
+    """Ids of a causal LM that may be sampled: those that have a probability in its forward."""
+    plan: ForwardPlan | None = getattr(module, "forward_plan", None)
+    rows = module.get_output_embeddings().weight.shape[0]
+    return rows if plan is None or plan.num_ids is None else min(rows, plan.num_ids)
 
 
 def packing_obstacle(module: nn.Module) -> str | None:
@@ -235,6 +246,7 @@ def label_logprobs(
         temperature=temperature,
         with_entropy=with_entropy,
         transform=plan.transform,
+        num_ids=plan.num_ids,
     )
 
 

@@ -9,7 +9,12 @@ from torch import nn
 
 from ppo.config import Config, ModelRole
 from ppo.errors import InputError
-from ppo.models.build import build_causal_lm, build_value_model, load_hf_config
+from ppo.models.build import (
+    build_causal_lm,
+    build_value_model,
+    load_hf_config,
+    vocabulary_of,
+)
 from ppo.models.folder import model_folder
 from ppo.models.learner import Learner, Model, make_optimizer
 from sharding.layout import row_parallel_weight
@@ -42,8 +47,13 @@ class Models(NamedTuple):
         return {name: self.trained()[name].optimizer for name in names}
 
 
-def build_models(config: Config, mesh: Mesh, run_dir: Path, total_steps: int) -> Models:
-    """Actor, critic and reference, each rank loading its own shards. Collective."""
+def build_models(
+    config: Config, mesh: Mesh, run_dir: Path, total_steps: int, *, num_ids: int
+) -> Models:
+    """Actor, critic and reference, each rank loading its own shards. Collective.
+
+    num_ids: ids that may be sampled, from 0 on; others have no probability.
+    """
     roles = config.models
     options = {role.name: build_options(config, role) for role in roles.values()}
     folder = model_folder(roles["actor"].path, mesh, run_dir)
@@ -52,14 +62,15 @@ def build_models(config: Config, mesh: Mesh, run_dir: Path, total_steps: int) ->
     aligned = None
     if config.parallel.align_to_rollout:
         aligned = row_parallel_weight(hf_config.model_type)
-    actor = build_causal_lm(folder, mesh, shard_dim1=aligned, **options["actor"])
+    actor = build_causal_lm(folder, mesh, shard_dim1=aligned, num_ids=num_ids, **options["actor"])
     critic = ref = None
     if "critic" in roles:
         critic_folder = model_folder(roles["critic"].path, mesh, run_dir)
+        _check_vocabulary(config, critic_folder, num_ids)
         module = build_value_model(critic_folder, mesh, **options["critic"])
         critic = _learner("critic", module, config, mesh, total_steps)
     if "ref" in roles:
-        module = build_causal_lm(folder, mesh, **options["ref"])
+        module = build_causal_lm(folder, mesh, num_ids=num_ids, **options["ref"])
         ref = Model(module=module, device=mesh.device, param_offload=True)
     return Models(_learner("actor", actor, config, mesh, total_steps), critic, ref)
 
@@ -73,6 +84,17 @@ def _check_positions(config: Config, hf_config: Any) -> None:
             f"data.max_prompt_length + data.max_response_length = {longest} tokens: "
             f"{config.model.path} has max_position_embeddings = {limit}; lower them, or set "
             "model.override_config.max_position_embeddings"
+        )
+
+
+def _check_vocabulary(config: Config, critic_folder: Path, num_ids: int) -> None:
+    """Raise InputError when prompts and responses may hold ids that the critic does not have."""
+    own = vocabulary_of(critic_folder, config.model)
+    if own is not None and own < num_ids:
+        raise InputError(
+            f"critic.model.path = {config.critic.model.path}: it has {own} ids, and prompts and "
+            f"responses of {config.model.path} hold up to {num_ids}: use a model with the same "
+            "tokenizer"
         )
 
 

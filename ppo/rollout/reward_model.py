@@ -49,20 +49,24 @@ class RewardModel:
 
         A document is scored at its last token, as transformers' classifiers do. That is the value
         of the state before one more token, so one is put behind it; attention is causal. NaN for a
-        conversation with more tokens than the model has positions.
+        conversation with more tokens than the model has positions, or with one that it does not
+        know.
 
         A stop request ends the pass. Collective.
         """
         documents = self._documents(prompts, texts, run.mesh)
         limit = getattr(self.model.hf_config, "max_position_embeddings", None) or sys.maxsize
-        too_long = torch.tensor([len(ids) >= limit for ids in documents])
-        if too_long.any():
+        num_ids = self.model.hf_config.vocab_size
+        unfit = torch.tensor([len(ids) >= limit or max(ids) >= num_ids for ids in documents])
+        if unfit.any():
             logger.warning(
-                "%d of %d conversations do not fit the %d positions of the reward model: no score",
-                *(int(too_long.sum()), len(documents), limit),
+                "%d of %d conversations have more tokens than the reward model's %d positions, or "
+                "tokens beyond its %d ids: no score",
+                *(int(unfit.sum()), len(documents), limit, num_ids),
                 extra={"every_rank": True},
             )
-            documents = [ids if len(ids) < limit else ids[:1] for ids in documents]
+            pairs = zip(documents, unfit.tolist(), strict=True)
+            documents = [[PAD_ID] if is_unfit else ids for ids, is_unfit in pairs]
         ended = Completion([PAD_ID], [0.0], "stop")
         batch = make_batch(
             [
@@ -73,7 +77,7 @@ class RewardModel:
         )
         with self.model.on_device() as module:
             values = response_values(module, batch, batcher=self.batcher, run=run)  # [B, 1]
-        return values[:, 0].masked_fill(too_long, torch.nan)
+        return values[:, 0].masked_fill(unfit, torch.nan)
 
     def _documents(
         self, prompts: Sequence[Prompt], texts: Sequence[str], mesh: Mesh

@@ -5,7 +5,7 @@ names of a checkpoint. Must not know engines.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from sharding.layout import whole_layout
 from sharding.mesh import Mesh
 from sharding.reshard.exchange import ReshardStats
 from sharding.reshard.resharder import Resharder
-from sharding.reshard.shards import named_shards
+from sharding.reshard.shards import sent_shapes
 
 NamedTensors = list[tuple[str, Tensor]]
 _LAYER = re.compile(r"^.*?\.\d+\.")
@@ -28,9 +28,18 @@ class FullTensors:
     (experts of a mixture) see all of them; the memory is two buckets, one batch and one layer.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, *, dtype: torch.dtype, bucket_mib: float):
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        *,
+        dtype: torch.dtype,
+        bucket_mib: float,
+        rows: Mapping[str, int] | None = None,
+    ):
+        """rows: of parameters of which only so many first rows are sent, by name."""
         self._module, self._dtype, self._device = module, dtype, mesh.device
-        self._shapes = {name: p.shape for name, p in named_shards(module)}
+        self._shapes = sent_shapes(module, rows or {})
         self._batch_bytes = int(bucket_mib * 2**20)
         layouts = [whole_layout(self._shapes)] * mesh.dims.rollout_tp
         self._resharder = Resharder.from_layouts(

@@ -22,7 +22,7 @@ from sharding.mesh import Mesh
 from sharding.reshard.exchange import ReshardStats, make_links, topology_of
 from sharding.reshard.geometry import Piece
 from sharding.reshard.plan import MIB, Entry, RankBucket, Stage, make_plan
-from sharding.reshard.shards import Shards, named_shards, source_of
+from sharding.reshard.shards import Shards, named_shards, sent_shapes, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +60,11 @@ class Resharder:
         hf_config: Any,
         dtype: torch.dtype,
         bucket_mib: float,
+        rows: Mapping[str, int] | None = None,
     ):
+        """rows: of parameters of which only so many first rows are sent, by name."""
         config = hf_config if isinstance(hf_config, Mapping) else hf_config.to_dict()
-        shapes = {name: tuple(p.shape) for name, p in named_shards(module)}
+        shapes = sent_shapes(module, rows or {})
         layouts = tp_layouts(shapes, config, tp=mesh.dims.rollout_tp, style=style)
         if layouts is None:
             raise ValueError(f"no {style} layout for {config['model_type']}: use FullTensors")

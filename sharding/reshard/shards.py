@@ -20,6 +20,14 @@ def named_shards(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(module.named_parameters())
 
 
+def sent_shapes(module: nn.Module, rows: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter as an engine gets it: its first `rows` where they are given."""
+    return {
+        name: (rows.get(name, parameter.shape[0]), *parameter.shape[1:]) if parameter.ndim else ()
+        for name, parameter in named_shards(module)
+    }
+
+
 def source_of(name: str, parameter: Tensor) -> Source:
     """How FSDP2 shards a parameter: the dim of the last (shard) axis; plain tensors are whole."""
     dim = 0

@@ -185,3 +185,20 @@ def test_no_tokens_give_zero_gradients_on_a_gpu():
     labels = torch.zeros(0, dtype=torch.int64, device="cuda")
     token_logprobs(hidden, weight, labels).logprobs.sum().backward()
     assert weight.grad is not None and not weight.grad.any()
+
+
+def test_rows_of_the_head_beyond_the_ids_have_no_probability_and_no_gradient():
+    h, w, labels = problem(9, 300)
+    labels %= 200
+    up = torch.linspace(-1, 1, len(labels), dtype=torch.float64)
+    want = reference(h, w[:200], labels, 0.7, 1.0, None)
+    got = token_logprobs(
+        h, w, labels, temperature=0.7, with_entropy=True, num_ids=200, block_elements=9 * 128
+    )
+    assert got.entropy is not None
+    torch.testing.assert_close(torch.stack(want), torch.stack((got.logprobs, got.entropy)))
+    want_grads = torch.autograd.grad((want[0] * up + want[1]).sum(), (h, w))
+    grads = torch.autograd.grad((got.logprobs * up + got.entropy).sum(), (h, w))
+    for a, b in zip(grads, want_grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert not grads[1][200:].any()

@@ -27,6 +27,7 @@ from ppo.engines.embedded.generation import Generation, longest_row
 from ppo.engines.embedded.model import LocalModel
 from ppo.engines.embedded.stop_text import StopText
 from ppo.model_shapes import AttentionShape
+from ppo.models.forward import num_ids_of
 from sharding.mesh import Mesh
 from sharding.reshard.checksums import Checksums
 from sharding.reshard.resharder import Resharder
@@ -60,6 +61,7 @@ class TorchEngine:
             device=mesh.device,
             dtype=self._dtype,
             tp_mesh=mesh.rollout,
+            num_ids=num_ids_of(module),
             trust_remote_code=trust_remote_code,
         )
         self._resharder = Resharder(
@@ -107,7 +109,7 @@ class TorchEngine:
         check_requests(
             requests,
             max_model_len=self._rollout.max_model_len,
-            vocab_size=self._text_config.vocab_size,
+            vocab_size=self._model.num_ids,
         )
         started = time.monotonic()
         generation = self._generation = Generation(

@@ -36,14 +36,16 @@ class LocalModel:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        tp_mesh: DeviceMesh,
+        tp_mesh: DeviceMesh | None,
+        num_ids: int,
         trust_remote_code: bool = False,
     ):
-        self.device = device
+        """num_ids: ids that have a logit, from 0 on. tp_mesh: ranks of a rollout group, if any."""
+        self.device, self.num_ids = device, num_ids
         self.module = _build(hf_config, dtype, trust_remote_code)
         self._names = parameter_names(self.module)
         _recompute_buffers(self.module, device)
-        if tp_mesh.size() > 1:
+        if tp_mesh is not None and tp_mesh.size() > 1:
             _parallelize(self.module, tp_mesh)
         self._missing: dict[str, int] = {}
         self._last: Tensor | None = None
@@ -92,8 +94,8 @@ class LocalModel:
     def logits(
         self, input_ids: Tensor, step: Step, cache: KVCache, *, last: Tensor | None = None
     ) -> Tensor:
-        """Logits [R, V] that follow the tokens [R, q]: of index `last` [R] in each row, or of the
-        only one. Identical on all ranks of the tensor-parallel group."""
+        """Logits [R, num_ids] that follow the tokens [R, q]: of index `last` [R] in each row, or of
+        the only one. Identical on all ranks of the tensor-parallel group."""
         self._last = last
         output = self.module(
             input_ids=input_ids,
@@ -102,7 +104,7 @@ class LocalModel:
             use_cache=True,
             kv_step=step,
         )
-        return output.logits[:, -1]
+        return output.logits[:, -1, : self.num_ids]
 
     def _select_last(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Only the hidden states [R, 1, H] whose logits are wanted enter the head."""

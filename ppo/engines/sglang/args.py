@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ def host_settings(
     device: torch.device,
     kv_tokens: int,
     model_path: str,
+    vocabulary: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What a leader tells its host: the engine's arguments, variables, folders to import from.
 
@@ -93,6 +95,7 @@ def host_settings(
         model_path=model_path,
         device_index=torch.cuda.current_device() if cuda else None,
         kv_tokens=kv_tokens,
+        vocabulary=vocabulary,
         seed=config.trainer.seed + 1_000_003 * (rank // tp),
     )
     if cuda:
@@ -143,11 +146,18 @@ def environment(*, cpu_binding: str | None, tp: int) -> dict[str, str]:
 
 
 def engine_arguments(
-    config: Config, *, model_path: str, device_index: int | None, kv_tokens: int, seed: int
+    config: Config,
+    *,
+    model_path: str,
+    device_index: int | None,
+    kv_tokens: int,
+    seed: int,
+    vocabulary: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Arguments of `sglang.Engine`, `rollout.engine_kwargs` included.
 
-    `device_index` None is the CPU. Raises ValueError for engine_kwargs that follow from other keys.
+    `device_index` None is the CPU; `vocabulary` is `vocabulary_override`'s.
+    Raises ValueError for engine_kwargs that follow from other keys.
     """
     rollout, model = config.rollout, config.model
     if refused := sorted(OURS & rollout.engine_kwargs.keys()):
@@ -173,13 +183,27 @@ def engine_arguments(
         "watchdog_timeout": rollout.timeout_s,
         "log_level": "info",
     }
-    if model.override_config:
-        arguments["json_model_override_args"] = json.dumps(model.override_config)
+    if override := {**model.override_config, **(vocabulary or {})}:
+        arguments["json_model_override_args"] = json.dumps(override)
     if device_index is None:
         arguments |= _cpu_arguments()
     else:
         arguments |= _cuda_arguments(config, device_index)
     return arguments | rollout.engine_kwargs
+
+
+def vocabulary_override(hf_config: Any, num_ids: int) -> dict[str, Any]:
+    """Keys of the model's configuration with which the engine has `num_ids` ids; {} = as it is.
+
+    A head may have more rows than the tokenizer has ids. An engine without those rows neither
+    samples such an id nor counts it in a log-prob, at no cost.
+    """
+    text = hf_config.get_text_config()
+    if num_ids >= text.vocab_size:
+        return {}
+    sections = [name for name, value in vars(hf_config).items() if value is text]
+    keys = {"vocab_size": num_ids}
+    return {sections[0]: keys} if sections else keys
 
 
 def sampling_parameters(

@@ -32,6 +32,7 @@ from ppo.engines.contract import (
 from ppo.engines.sglang import args as sglang_args
 from ppo.engines.sglang.process import EngineError, HostProcess
 from ppo.engines.sglang.sync import WeightSync
+from ppo.models.forward import num_ids_of
 from sharding.agree import raise_everywhere, together
 from sharding.mesh import Mesh
 from sharding.reshard.shards import named_shards
@@ -78,7 +79,7 @@ class SGLangEngine:
         """
         self.config, self.mesh, self.rollout = config, mesh, config.rollout
         self.is_leader = mesh.rollout_tp_rank == 0
-        self._num_syncs = 0
+        self._num_syncs, self._num_ids = 0, num_ids_of(module)
         self._state, self._host = EngineState.STARTING, None
         self._memory = sglang_args.plan_memory(
             self.rollout,
@@ -94,10 +95,12 @@ class SGLangEngine:
             device=mesh.device,
             kv_tokens=self._memory.kv_tokens,
             model_path=model_path,
+            vocabulary=sglang_args.vocabulary_override(module.config, self._num_ids),
         )
         self._sync = WeightSync(
             module,
             mesh,
+            num_ids=self._num_ids,
             dtype=getattr(torch, self.rollout.dtype),
             bucket_mib=self.rollout.reshard_bucket_mib,
         )
@@ -192,7 +195,7 @@ class SGLangEngine:
     ) -> Generator[None, None, Generated]:
         """The leader gets the completions; the other ranks have nothing to wait for."""
         assert self._state is EngineState.AWAKE, f"generate in state {self._state}"
-        check_requests(requests, max_model_len=self.rollout.max_model_len)
+        check_requests(requests, max_model_len=self.rollout.max_model_len, vocab_size=self._num_ids)
         if params.stop and not self.rollout.stop:
             raise ValueError("texts that end a response have to be in rollout.stop from the start")
         if self._host is None or not requests:

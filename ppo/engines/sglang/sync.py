@@ -29,7 +29,7 @@ from sharding.mesh import Mesh
 from sharding.reshard.checksums import Checksums
 from sharding.reshard.full_tensors import FullTensors
 from sharding.reshard.resharder import Resharder
-from sharding.reshard.shards import named_shards
+from sharding.reshard.shards import named_shards, sent_shapes
 
 RESULT_BYTES = 4096
 MOST_PROBLEMS = 5
@@ -52,16 +52,26 @@ class WeightSync:
     for the engine's own loader to slice. Construction is collective over all ranks.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, *, dtype: torch.dtype, bucket_mib: float):
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        *,
+        num_ids: int,
+        dtype: torch.dtype,
+        bucket_mib: float,
+    ):
+        """num_ids: rows of embedding and head that the engine has."""
         self.mesh = mesh
         self.differing: list[str] = []
         """what the last checked run found to differ in this rank's slice"""
         options: dict[str, Any] = {
             "dtype": dtype,
             "bucket_mib": _fit_shared_memory(bucket_mib, mesh),
+            "rows": vocabulary_rows(module, num_ids),
         }
         hf_config: Any = module.config
-        shapes = {name: tuple(p.shape) for name, p in named_shards(module)}
+        shapes = sent_shapes(module, options["rows"])
         tp, config = mesh.dims.rollout_tp, hf_config.to_dict()
         known = tp_layout(config["model_type"], shapes, config, tp=tp, tp_rank=0, style="sglang")
         self.slices = self.whole = None
@@ -162,6 +172,13 @@ class _Asker:
         except RuntimeError as error:
             self.problems.append(str(error))
             self.ask = None
+
+
+def vocabulary_rows(module: Any, num_ids: int) -> dict[str, int]:
+    """Names of embedding and head with the rows that are sent, where they have more."""
+    parts = (module.get_input_embeddings(), module.get_output_embeddings())
+    whole = {id(part.weight) for part in parts if len(part.weight) > num_ids}
+    return {name: num_ids for name, p in named_shards(module) if id(p) in whole}
 
 
 def _answer(result: Tensor) -> dict[str, Any] | None:

@@ -1,9 +1,11 @@
 """Tiny random checkpoints of every family, and scores of them by plain transformers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 VOCAB = 96
@@ -50,6 +52,21 @@ def save_model(
             if "norm" in name or name.endswith("bias"):
                 torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.2)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def add_spare_rows(folder: Path, number: int) -> Path:
+    """Give a tied model more ids than its tokenizer has, each more likely than any other."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.embed_tokens.weight"
+    rows = tensors[name]
+    spare = rows[:number].mean(0) + 3 * rows[:number]
+    tensors[name] = torch.cat([rows, spare])
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["vocab_size"] = len(rows) + number
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import Qwen2Config
 
 from ppo.batch import RolloutBatch, make_batch
@@ -19,16 +20,19 @@ from ppo.data.dataset import Prompt
 from ppo.data.prompts import load_prompts
 from ppo.engines.contract import Completion
 from ppo.errors import InputError
+from ppo.forward_passes import response_logprobs
 from ppo.metrics import Metrics
-from ppo.models.build import build_causal_lm
+from ppo.models.build import build_causal_lm, vocabulary_of
 from ppo.models.learner import Model
 from ppo.models.tiny import build_tiny_model, build_tiny_tokenizer
+from ppo.packing import make_batcher
 from ppo.rewards.pool import RewardPool
 from ppo.rollout.collector import Collector, model_stop_token_ids, open_collector
 from ppo.rollout.scoring import Scorer
 from ppo.run.run import Run
 from sharding.mesh import build_mesh, init_distributed
 from tests.ppo.engines.drive import drive
+from tests.ppo.models.hf_models import add_spare_rows
 
 
 def test_the_actor_takes_device_memory_only_when_the_engine_has_measured_what_is_free():
@@ -111,8 +115,8 @@ def test_a_reward_that_hangs_ends_the_run_before_every_sample_has_hung(tmp_path:
     assert found is not None and 3 <= int(found[1]) < 10, error.value
 
 
-def sampled_from(folder: Path, run_dir: Path) -> RolloutBatch:
-    """Samples of the embedded engine from a model's folder."""
+def sampled_from(folder: Path, run_dir: Path) -> tuple[RolloutBatch, Tensor]:
+    """Samples of the embedded engine from a model's folder, and their log-probs by the trainer."""
     config = load_config(
         "ppo_tiny.yaml",
         [
@@ -124,7 +128,8 @@ def sampled_from(folder: Path, run_dir: Path) -> RolloutBatch:
     )
     mesh = build_mesh(config.dims(1, 1), torch.device("cpu"))
     with Run(config, mesh, command=[]) as run:
-        prompts = load_prompts(config, folder)
+        vocabulary = vocabulary_of(folder, config.model)
+        prompts = load_prompts(config, folder, vocabulary=vocabulary)
         module = build_causal_lm(
             folder,
             mesh,
@@ -133,6 +138,7 @@ def sampled_from(folder: Path, run_dir: Path) -> RolloutBatch:
             checkpointing=False,
             forward_only=True,
             dtype=torch.float32,
+            num_ids=prompts.num_ids,
         )
         actor = Model(module=module, device=mesh.device)
         some = [prompts.train[i] for i in range(8)]
@@ -141,7 +147,15 @@ def sampled_from(folder: Path, run_dir: Path) -> RolloutBatch:
             collector.awake(Metrics()),
         ):
             samples = collector.sample_training(some, Metrics(), step=1)
-    return samples
+        logprobs = response_logprobs(
+            module,
+            samples,
+            [list(range(len(samples)))],
+            batcher=make_batcher(config, mesh, actor, tokens=4096),
+            run=run,
+            temperature=config.rollout.temperature,
+        )
+    return samples, logprobs
 
 
 def test_generation_config_says_how_responses_end_and_nothing_else(tmp_path):
@@ -158,12 +172,21 @@ def test_generation_config_says_how_responses_end_and_nothing_else(tmp_path):
     path = folders["bare"] / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": stops}))
     with init_distributed(torch.device("cpu")):
-        want = sampled_from(plain, tmp_path / "run")
+        want, _ = sampled_from(plain, tmp_path / "run")
         for name, folder in folders.items():
-            got = sampled_from(folder, tmp_path / f"run_{name}")
+            got, _ = sampled_from(folder, tmp_path / f"run_{name}")
             assert got.response_ids == want.response_ids, name
             assert torch.equal(got.rollout_logprobs, want.rollout_logprobs), name
     assert set(want.finish_reasons) == {"stop", "length"}
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_never_sampled_and_have_no_probability(tmp_path):
+    folder = add_spare_rows(build_tiny_model(tmp_path / "more_rows"), 64)
+    with init_distributed(torch.device("cpu")):
+        samples, logprobs = sampled_from(folder, tmp_path / "run")
+    mask = samples.response_mask
+    assert max(max(ids) for ids in samples.response_ids) < 512
+    torch.testing.assert_close(samples.rollout_logprobs[mask], logprobs[mask], rtol=1e-5, atol=1e-5)
 
 
 def test_the_ids_that_end_a_response_are_those_of_every_file(tmp_path):

@@ -154,14 +154,15 @@ def test_only_padding_at_the_end_is_cut_and_one_token_is_left():
 
 
 @pytest.mark.distributed
-def test_a_conversation_longer_than_the_positions_of_the_model_has_no_score(tmp_path):
-    folder = save_classifier(tmp_path / "model", "gpt2", n_positions=32)
-    lengths = [
-        len(expected_text(*pair).encode()) for pair in zip(make_prompts(), RESPONSES, strict=True)
-    ]
+def test_a_conversation_that_the_model_cannot_take_has_no_score(tmp_path):
+    """One with more tokens than it has positions, or with a token beyond its vocabulary."""
+    folder = save_classifier(tmp_path / "model", "gpt2", n_positions=32, vocab_size=170)
+    texts = [expected_text(*pair).encode() for pair in zip(make_prompts(), RESPONSES, strict=True)]
+    unfit = [len(text) >= 32 or max(text) >= 170 for text in texts]
+    assert sum(unfit) == sum(len(text) >= 32 for text in texts) + 1  # the é
     for scores in run_distributed(score_on_every_mesh, 1, folder, tmp_path / "runs", ["full"]):
-        assert [not score.isfinite() for score in scores[0]] == [n >= 32 for n in lengths]
-        assert 0 < scores[0].isfinite().sum() < len(lengths)
+        assert [not score.isfinite() for score in scores[0]] == unfit
+        assert 0 < scores[0].isfinite().sum() < len(unfit)
 
 
 REWARD = """

@@ -56,7 +56,7 @@ def scorer_of(folder: Path, *overrides: str) -> Iterator[Scorer]:
             *overrides,
         ],
     )
-    prompts = PromptSets(TOKENIZER, [make_prompt(0, "exact_match")], [])
+    prompts = PromptSets(TOKENIZER, [make_prompt(0, "exact_match")], [], 512)
     with init_distributed(torch.device("cpu")):
         mesh = build_mesh(config.dims(1, 1), torch.device("cpu"))
         with Run(config, mesh, command=["test"]) as run, open_rewards(config, run, prompts) as pool:
@@ -151,7 +151,7 @@ def test_a_response_is_valid_text_whatever_the_tokenizer_makes_of_it(tmp_path):
 
 
 def sets(train: Sequence[Prompt], val: Sequence[Prompt] = ()) -> PromptSets:
-    return PromptSets(TOKENIZER, list(train), list(val))
+    return PromptSets(TOKENIZER, list(train), list(val), 512)
 
 
 @pytest.mark.parametrize(

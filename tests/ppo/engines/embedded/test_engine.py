@@ -299,7 +299,8 @@ def test_sampling_options_out_of_range_are_all_named():
 def test_a_model_whose_layers_have_no_cache_here_is_refused(mesh):
     config = Qwen2Config(**SIZES, layer_types=["full_attention", "linear_attention"])
     with pytest.raises(ValueError, match=r"no cache for the linear_attention layers of qwen2"):
-        make_engine(mesh, SimpleNamespace(config=config))
+        head = nn.Linear(64, 512)
+        make_engine(mesh, SimpleNamespace(config=config, get_output_embeddings=lambda: head))
 
 
 def test_weights_and_cache_are_given_back(mesh, reference):

@@ -1,6 +1,7 @@
 """Arguments, variables and memory of an engine: pure functions, nothing is started."""
 
 import importlib
+import json
 import os
 import socket
 import sys
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import Gemma3Config, Qwen2Config
 
 from ppo.config import Config, DataConfig, ModelConfig, RolloutConfig
 from ppo.engines.contract import Request, SamplingParams
@@ -125,6 +127,7 @@ def test_replicas_have_different_seeds_and_ranks_of_one_engine_the_same():
             device=torch.device("cpu"),
             kv_tokens=512,
             model_path="x",
+            vocabulary={},
         )["engine"]["random_seed"]
         for rank in range(4)
     ]
@@ -208,3 +211,16 @@ def test_defaults_of_sampling_are_neither_the_models_nor_of_engine_kwargs():
     assert arguments()["sampling_defaults"] == "openai"
     with pytest.raises(ValueError, match="preferred_sampling_params is set by the trainer"):
         arguments(preferred_sampling_params='{"repetition_penalty": 1.3}')
+
+
+def test_the_engine_has_no_ids_that_the_tokenizer_lacks():
+    qwen = Qwen2Config(vocab_size=152064)
+    assert sglang_args.vocabulary_override(qwen, 152064) == {}
+    assert sglang_args.vocabulary_override(qwen, 151665) == {"vocab_size": 151665}
+    gemma = Gemma3Config(text_config={"vocab_size": 262208})
+    vocabulary = sglang_args.vocabulary_override(gemma, 262145)
+    assert vocabulary == {"text_config": {"vocab_size": 262145}}
+    made = sglang_args.engine_arguments(
+        config(), model_path="x", device_index=0, kv_tokens=512, seed=1, vocabulary=vocabulary
+    )
+    assert json.loads(made["json_model_override_args"]) == vocabulary

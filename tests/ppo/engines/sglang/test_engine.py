@@ -23,17 +23,22 @@ from ppo.engines.contract import Completion, Request, SamplingParams
 from ppo.engines.sglang.engine import SGLangEngine
 from ppo.engines.sglang.process import EngineError
 from ppo.engines.sglang.sync import serialize
+from ppo.logprobs import LogitTransform
+from ppo.models.forward import ForwardPlan
 from ppo.models.tiny import build_tiny_model
 from ppo.run.signals import descendants
 from sharding.fsdp import shard_model
 from sharding.mesh import ParallelDims, build_mesh
 from tests.distributed import run_distributed
 from tests.ppo.engines.drive import drive
+from tests.ppo.models.hf_models import add_spare_rows
 
 pytestmark = [pytest.mark.sglang, pytest.mark.distributed, pytest.mark.timeout(600)]
 pytest.importorskip("sglang")
 
 MAX_MODEL_LEN = 64
+IDS = 512
+"""of the tokenizer; the model of the sessions has 64 rows more, which are never sampled"""
 FAULT_S = 30.0
 
 
@@ -54,6 +59,8 @@ class Session:
         )
         self.module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        plan = ForwardPlan(LogitTransform(), None, None, mesh.device, num_ids=IDS)
+        self.module.forward_plan = plan  # pyright: ignore
         shard_model(self.module, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)
         logs = Path(folder).parent / "logs"
         self.engine = SGLangEngine(config, mesh, self.module, model_path=folder, log_dir=logs)
@@ -90,8 +97,8 @@ class Session:
 
     @torch.no_grad()
     def logits(self, prompt: list[int], response: list[int]) -> Tensor:
-        """Logits [T, V] of the unsharded model that predict the response."""
-        row = self.whole(torch.tensor([prompt + response])).logits[0]
+        """Logits [T, IDS] of the unsharded model that predict the response."""
+        row = self.whole(torch.tensor([prompt + response])).logits[0, :, :IDS]
         return row[len(prompt) - 1 : -1].float()
 
     def logprobs(self, prompt: list[int], response: list[int], temperature: float) -> Tensor:
@@ -137,7 +144,7 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def test_two_replicas_sample_agree_and_fail_in_good_order(tmp_path: Path):
-    folder = build_tiny_model(tmp_path / "tiny")
+    folder = add_spare_rows(build_tiny_model(tmp_path / "tiny"), 64)
     first, second = run_distributed(_two_replicas, 2, str(folder), timeout_s=300)
     assert first["samples"] != second["samples"]  # seeds differ between replicas
     assert first["left"] == second["left"] == []

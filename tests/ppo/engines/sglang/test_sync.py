@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from ppo.engines.sglang import sync as sglang_sync
+from sharding.fsdp import shard_model
+from sharding.mesh import ParallelDims, build_mesh, init_distributed
+from tests.ppo.models.hf_models import save_model
 
 SETTINGS = "max_split_size_mb:64,expandable_segments:True"
 
@@ -69,3 +74,40 @@ def test_a_worker_that_writes_nothing_has_not_answered():
     assert sglang_sync._answer(result) is None
     result[:2] = torch.tensor(list(b"{}"), dtype=torch.uint8)
     assert sglang_sync._answer(result) == {}
+
+
+def sent(sync: sglang_sync.WeightSync) -> dict[str, Tensor]:
+    """Everything that a pass hands to the engine, put together by name; padding is zero."""
+    if sync.whole is not None:
+        return {name: tensor for batch in sync.whole.batches() for name, tensor in batch}
+    assert sync.slices is not None
+    layout = sync.slices.layout
+    tensors = {name: torch.full(size, torch.nan) for name, size in layout.targets.items()}
+    for bucket in sync.slices.buckets():
+        for entry, block in bucket.views():
+            rows, cols = block.shape
+            part = tensors[entry.target][entry.dst_row :, entry.dst_col :]
+            part[:rows, :cols].copy_(block)
+        for zero in bucket.zeros:
+            tensors[zero.target][zero.row : zero.row + zero.rows].zero_()
+    return tensors
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])  # with a layout table, and without
+def test_rows_beyond_the_ids_of_the_tokenizer_are_not_sent(tmp_path, family):
+    folder = save_model(tmp_path / family, family)
+    module: Any = AutoModelForCausalLM.from_pretrained(folder)
+    head = module.get_output_embeddings().weight.detach()
+    embedding = module.get_input_embeddings().weight.detach()
+    assert len(head) == 96
+    with init_distributed(torch.device("cpu")):
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), torch.device("cpu"))
+        shard_model(module, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)
+        sync = sglang_sync.WeightSync(module, mesh, num_ids=70, dtype=torch.float32, bucket_mib=8)
+        tensors = sent(sync)
+    assert (sync.whole is not None) == (family == "gpt_neox")
+    cut = [tensor for tensor in tensors.values() if tensor.shape[0] in (70, 128)]
+    assert len(cut) == 2  # 70 rows, or padded to 128
+    assert any(torch.equal(tensor[:70], head[:70]) for tensor in cut)
+    assert any(torch.equal(tensor[:70], embedding[:70]) for tensor in cut)
+    assert all(not tensor[70:].any() for tensor in cut)
