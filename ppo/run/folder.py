@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -176,6 +177,10 @@ class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):  # of the lines that found no room
+            super().close()
 
 
 def remove_log_handlers(handlers: Sequence[logging.Handler]) -> None:

@@ -414,6 +414,16 @@ def test_a_warning_of_every_rank_is_on_the_console_once(tmp_path: Path, capfd) -
     assert "same" in (tmp_path / "logs" / "rank_0001.log").read_text()
 
 
+def test_a_log_that_finds_no_room_leaves_the_console(tmp_path: Path, capfd) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_0000.log").symlink_to("/dev/full")
+    handlers = add_log_handlers(tmp_path, 0)
+    logging.getLogger("ppo.test").warning("said")
+    remove_log_handlers(handlers)
+    said = capfd.readouterr().err
+    assert said.endswith("WARNING ppo.test: said\n") and "Traceback" not in said
+
+
 def test_status_is_replaced_whole(tmp_path: Path) -> None:
     assert read_status(tmp_path) is None
     write_status(tmp_path, "running", step=1, reason="")
