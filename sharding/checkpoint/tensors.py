@@ -85,7 +85,7 @@ def optimizer_targets(
 ) -> dict[str, Tensor]:
     """Tensors to load optimizer state into; afterwards the optimizers hold exactly what was saved.
 
-    State keeps its saved dtype and takes the sharding of its parameter.
+    What is as large as its parameter takes its sharding and dtype, which are the configuration's.
     """
     table = {}
     for name, optimizer in optimizers.items():
@@ -102,7 +102,7 @@ def optimizer_targets(
             parameter = parameters[key]
             saved = cast(TensorStorageMetadata, metadata.state_dict_metadata[entry])
             tensor = old.get(parameter, {}).get(state)
-            if not isinstance(tensor, Tensor) or tensor.dtype != saved.properties.dtype:
+            if not isinstance(tensor, Tensor):
                 device = home_device(models[name], parameter)
                 tensor = _new_state(optimizer, parameter, state, saved, device)
             optimizer.state[parameter][state] = table[entry] = tensor
@@ -116,11 +116,11 @@ def _new_state(
     saved: TensorStorageMetadata,
     device: torch.device,
 ) -> Tensor:
-    dtype = saved.properties.dtype
     if saved.size == parameter.shape and state != "step":
-        return torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
+        return torch.zeros_like(parameter, device=device, requires_grad=False)
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     on_device = group.get("fused") or group.get("capturable")
+    dtype = saved.properties.dtype
     return torch.zeros(saved.size, dtype=dtype, device=device if on_device else "cpu")
 
 

@@ -314,6 +314,27 @@ def test_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path):
         assert checkpointer.load(path, {}, {}) == {"losses": [0.1 + 0.2, float("inf")]}
 
 
+def test_weights_and_moments_take_the_dtype_of_the_model_that_they_are_loaded_into(tmp_path):
+    with init_distributed(CPU):
+        first, second = (nn.Linear(3, 2, dtype=d) for d in (torch.float32, torch.bfloat16))
+        optimizers = [torch.optim.AdamW(module.parameters()) for module in (first, second)]
+        first(torch.ones(3)).sum().backward()
+        optimizers[0].step()
+        checkpointer = Checkpointer(tmp_path, _mesh(1), async_save=False)
+        checkpointer.save(1, {"actor": first}, {"actor": optimizers[0]}, {})
+        path = checkpointer.latest()
+        assert path is not None
+        checkpointer.load(path, {"actor": second}, {"actor": optimizers[1]})
+        for old, new in zip(first.parameters(), second.parameters(), strict=True):
+            assert torch.equal(new, old.bfloat16())
+            for name in ("exp_avg", "exp_avg_sq"):
+                moment = optimizers[0].state[old][name].bfloat16()
+                assert torch.equal(optimizers[1].state[new][name], moment)
+            assert optimizers[1].state[new]["step"].dtype == torch.float32
+        second(torch.ones(3, dtype=torch.bfloat16)).sum().backward()
+        optimizers[1].step()
+
+
 @pytest.mark.gpu
 def test_a_checkpoint_of_what_rests_on_the_host_goes_on_training_on_a_gpu(tmp_path):
     device = torch.device("cuda", 0)
