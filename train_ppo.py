@@ -35,7 +35,7 @@ from ppo.errors import InputError
 from ppo.estimators import estimate
 from ppo.forward_passes import response_logprobs, response_values
 from ppo.kl import KLController, kl_estimate, make_kl_controller, token_rewards
-from ppo.losses import effective_sample_size, rollout_weights
+from ppo.losses import effective_sample_size, rollout_ratios, rollout_weights
 from ppo.metrics import Metrics
 from ppo.models.build import vocabulary_of
 from ppo.models.folder import model_folder
@@ -234,17 +234,20 @@ def add_advantages(
     correction = algorithm.rollout_correction
     if correction.rollout_is is not None or correction.icepop is not None:
         assert batch.old_logprobs is not None
-        weights = batch.loss_weights = rollout_weights(
-            batch.old_logprobs,
-            batch.rollout_logprobs,
+        logprobs = batch.old_logprobs, batch.rollout_logprobs
+        batch.loss_weights = rollout_weights(
+            *logprobs,
             mask,
             level=correction.rollout_is,
             threshold=correction.rollout_is_threshold,
             icepop=correction.icepop,
         )
-        metrics.set("rollout_corr/is_mean", masked_mean(weights, mask).item())
-        metrics.set("rollout_corr/is_max", weights.max().item())
-        share = effective_sample_size(weights, mask)
+        # of the weights before they are truncated: truncated ones never tell that engine and
+        # trainer have drifted apart
+        ratios = rollout_ratios(*logprobs, mask, level=correction.rollout_is or "token")
+        metrics.set("rollout_corr/is_mean", masked_mean(ratios, mask).item())
+        metrics.set("rollout_corr/is_max", ratios.max().item())
+        share = effective_sample_size(ratios, mask)
         metrics.set("rollout_corr/eff_sample_size", share.item())
 
 

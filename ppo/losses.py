@@ -167,6 +167,33 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     return ValueLoss(0.5 * torch.maximum(unclipped, clipped), clipped > unclipped)
 
 
+def rollout_ratios(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    level: Literal["token", "sequence"],
+) -> Tensor:
+    """Importance weights of the engine's samples as they are, before anything is truncated.
+
+    w = exp(clamp(d, +-20)), d the difference of trainer's and engine's log-probabilities of a
+    token, or its sum over a sequence.
+
+    Args:
+        old_logprobs, rollout_logprobs: [B, T], of trainer and engine.
+        mask: bool [B, T].
+        level: one weight per token or per sequence.
+
+    Returns:
+        [B, T], 0 where `mask` is False; no gradient.
+    """
+    difference = at_least_float32(old_logprobs.detach()) - at_least_float32(rollout_logprobs)
+    difference = torch.where(mask, difference, 0.0)  # [B, T]
+    if level == "sequence":
+        difference = difference.sum(-1, keepdim=True).expand_as(difference)
+    return torch.where(mask, difference.clamp(-20.0, 20.0).exp(), 0.0)
+
+
 def rollout_weights(
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -176,17 +203,14 @@ def rollout_weights(
     threshold: float,
     icepop: tuple[float, float] | list[float] | None = None,
 ) -> Tensor:
-    """Importance weights that correct for sampling with the engine's probabilities.
+    """What each token's loss is multiplied with, to correct for the engine's probabilities.
 
     Truncated importance sampling (F. Yao et al., "Your efficient RL framework secretly brings you
-    off-policy RL training", 2025): min(w, threshold) with w = exp(clamp(d, +-20)), d the
-    difference of trainer's and engine's log-probabilities of a token, or its sum over a sequence.
-    IcePop (Ling team, "Small leak can sink a great ship", 2025) drops tokens whose own ratio lies
-    outside [lo, hi].
+    off-policy RL training", 2025): min(w, threshold), w from `rollout_ratios`. IcePop (Ling team,
+    "Small leak can sink a great ship", 2025) drops tokens whose own ratio lies outside [lo, hi].
 
     Args:
-        old_logprobs, rollout_logprobs: [B, T], of trainer and engine.
-        mask: bool [B, T].
+        old_logprobs, rollout_logprobs, mask: see `rollout_ratios`.
         level: one weight per token or per sequence; None: 1.
         threshold: largest weight.
         icepop: (lo, hi), or None: no token is dropped.
@@ -194,18 +218,13 @@ def rollout_weights(
     Returns:
         [B, T], 0 where `mask` is False or the token is dropped; no gradient.
     """
-    difference = at_least_float32(old_logprobs.detach()) - at_least_float32(rollout_logprobs)
-    difference = torch.where(mask, difference, 0.0)  # [B, T]
-    weights = torch.ones_like(difference)
-    if level == "token":
-        weights = difference.clamp(-20.0, 20.0).exp().clamp(max=threshold)
-    elif level == "sequence":
-        summed = difference.sum(-1, keepdim=True)  # [B, 1]
-        weights = summed.clamp(-20.0, 20.0).exp().clamp(max=threshold).expand_as(difference)
-    kept = mask
+    kept, weights = mask, mask.float()
+    if level is not None:
+        ratios = rollout_ratios(old_logprobs, rollout_logprobs, mask, level=level)
+        weights = ratios.clamp(max=threshold)
     if icepop is not None:
-        ratio = difference.clamp(-20.0, 20.0).exp()
-        kept = mask & (ratio >= icepop[0]) & (ratio <= icepop[1])
+        ratios = rollout_ratios(old_logprobs, rollout_logprobs, mask, level="token")
+        kept = mask & (ratios >= icepop[0]) & (ratios <= icepop[1])
     return torch.where(kept, weights, 0.0)
 
 
@@ -213,7 +232,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     """Share of the counted tokens that the weights amount to, (sum w)^2 / (n sum w^2), 0 to 1.
 
     Args:
-        weights: [B, T] from `rollout_weights`.
+        weights: [B, T] from `rollout_ratios`.
         mask: bool [B, T].
     """
     weights = torch.where(mask, weights, 0.0)

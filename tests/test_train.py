@@ -12,8 +12,12 @@ import torch
 import torch.distributed as dist
 
 import train_ppo
-from ppo.batch import RolloutBatch
+from ppo.batch import RolloutBatch, make_batch
 from ppo.config import load_config
+from ppo.data.dataset import Prompt
+from ppo.engines.contract import Completion
+from ppo.kl import make_kl_controller
+from ppo.metrics import Metrics
 from ppo.run.run import Run
 from sharding.mesh import build_mesh
 from tests.distributed import run_distributed
@@ -275,6 +279,37 @@ def test_a_step_in_which_every_sample_failed_takes_no_optimizer_step_and_follows
     for row in pair["failing"]:
         assert row["reward/failed"] == 16
         assert not {"actor/grad_norm", "critic/grad_norm", "actor/kl_coef"} & row.keys()
+
+
+@pytest.mark.parametrize(
+    ("correction", "mean", "largest", "share"),
+    [  # ratios of the five tokens: 1, 0.5 | 4, 1, 1
+        (["rollout_is=token"], 7.5 / 5, 4, 7.5**2 / (5 * 19.25)),
+        (["rollout_is=sequence"], 13 / 5, 4, 13**2 / (5 * 48.5)),  # 0.5, 0.5 | 4, 4, 4
+        (["icepop=[0.6, 2]"], 7.5 / 5, 4, 7.5**2 / (5 * 19.25)),
+    ],
+)
+def test_the_weights_of_the_rollout_correction_are_logged_as_before_truncation(
+    correction, mean, largest, share
+):
+    config = load_config(
+        "ppo_tiny.yaml", [f"algorithm.rollout_correction.{key}" for key in correction]
+    )
+    prompt = Prompt(0, [7], "", None, {}, "")
+    engine = ([0.5, 0.5], [0.2, 0.9, 0.4])
+    batch = make_batch(
+        [prompt] * 2, [Completion([5] * len(p), [math.log(x) for x in p], "stop") for p in engine]
+    )
+    batch.old_logprobs = torch.tensor([[0.5, 0.25, 1.0], [0.8, 0.9, 0.4]]).log()
+    batch.values = torch.zeros(2, 3)
+    metrics = Metrics()
+    controller = make_kl_controller(config.algorithm.kl_ctrl)
+    train_ppo.add_advantages(batch, config, controller, metrics)
+    found = metrics.reduce()
+    assert found["rollout_corr/is_mean"] == pytest.approx(mean, rel=1e-5)
+    assert found["rollout_corr/is_max"] == pytest.approx(largest, rel=1e-5)
+    assert found["rollout_corr/eff_sample_size"] == pytest.approx(share, rel=1e-5)
+    assert batch.loss_weights is not None and batch.loss_weights.max() <= 2  # truncated there
 
 
 # Metrics of ppo/README.md that the runs of this file do not have, and when there are any.

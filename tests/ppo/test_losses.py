@@ -12,6 +12,7 @@ from ppo.losses import (
     effective_sample_size,
     policy_loss,
     rollout_probs_diff,
+    rollout_ratios,
     rollout_weights,
     token_weights,
     value_loss,
@@ -200,6 +201,20 @@ def test_rollout_weights_by_hand(level, icepop, expected) -> None:
     trainer[~COUNTED], rollout[~COUNTED] = NAN, -math.inf
     weights = rollout_weights(trainer, rollout, COUNTED, level=level, threshold=2.0, icepop=icepop)
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("token", [[1, 0.5, 0], [4, 1, 1]]),
+        ("sequence", [[0.5, 0.5, 0], [4, 4, 4]]),
+    ],
+)
+def test_rollout_ratios_are_not_truncated(level, expected) -> None:
+    trainer, rollout = TRAINER.clone(), ROLLOUT.clone()
+    trainer[~COUNTED], rollout[~COUNTED] = NAN, -math.inf
+    ratios = rollout_ratios(trainer, rollout, COUNTED, level=level)
+    torch.testing.assert_close(ratios, torch.tensor(expected, dtype=torch.float32))
 
 
 def test_effective_sample_size_by_hand() -> None:
