@@ -120,29 +120,25 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
         hidden, weight, labels, logsumexp, entropy = ctx.saved_tensors
         want_hidden, want_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight = torch.empty_like(weight) if want_weight else None
         if grad_weight is not None:
             grad_weight[ctx.options.num_ids :].zero_()
-        for i, r in enumerate(_row_slices(hidden.shape[0])):
-            grads = _RowGradients(
-                grad_logprobs[r], grad_entropy[r], logsumexp[r], entropy[r], labels[r]
-            )
-            grad_rows = _row_backward(
-                hidden[r], weight, grads, ctx.options, grad_weight, accumulate=i > 0
-            )
-            if grad_hidden is not None:
-                grad_hidden[r] = grad_rows
-        return grad_hidden, grad_weight, None, None
+        rows = [
+            _Rows(hidden[r], grad_logprobs[r], grad_entropy[r], logsumexp[r], entropy[r], labels[r])
+            for r in _row_slices(hidden.shape[0])
+        ]
+        grads = _backward(rows, weight, ctx.options, grad_weight)
+        return torch.cat(grads) if want_hidden else None, grad_weight, None, None
 
 
-class _RowGradients(NamedTuple):
-    """Upstream gradients and saved statistics of one slice of rows, each [R]."""
+class _Rows(NamedTuple):
+    """One slice of rows: hidden states [R, H], upstream gradients and saved statistics [R]."""
 
-    logprobs: Tensor
-    entropy: Tensor
+    hidden: Tensor
+    grad_logprobs: Tensor
+    grad_entropy: Tensor
     logsumexp: Tensor
-    saved_entropy: Tensor
+    entropy: Tensor
     labels: Tensor
 
 
@@ -212,54 +208,55 @@ def _row_statistics(
     return chosen, logsumexp, entropy
 
 
-def _row_backward(
-    hidden: Tensor,
-    weight: Tensor,
-    grads: _RowGradients,
-    options: _Options,
-    grad_weight: Tensor | None,
-    *,
-    accumulate: bool,
-) -> Tensor:
-    """Gradient to these rows of `hidden` [R, H]; writes (or adds) their part of `grad_weight`."""
-    grad_hidden = torch.zeros_like(hidden, dtype=_statistics_dtype(weight))
-    for columns in _column_slices(len(hidden), options.num_ids, options.block_elements):
-        block = weight[columns]
-        grad_block = _block_gradient(hidden, block, grads, options, columns)  # [R, C]
-        if weight.dtype == grad_hidden.dtype:
-            grad_hidden.addmm_(grad_block, block)
-        else:
-            grad_hidden.add_(_product(grad_block, block))
-        if grad_weight is not None and accumulate:
-            grad_weight[columns].addmm_(grad_block.t(), hidden)
-        elif grad_weight is not None:
-            torch.mm(grad_block.t(), hidden, out=grad_weight[columns])
-    return grad_hidden.to(hidden.dtype)
+def _backward(
+    rows: list[_Rows], weight: Tensor, options: _Options, grad_weight: Tensor | None
+) -> list[Tensor]:
+    """Gradients to the hidden states of each slice, each [R, H]; fills `grad_weight` [V, H].
+
+    Slices of rows are the inner loop, so that a block of `grad_weight` is summed over all of them
+    in the statistics dtype and rounded once.
+    """
+    dtype = _statistics_dtype(weight)
+    grads = [torch.zeros_like(part.hidden, dtype=dtype) for part in rows]
+    for columns in _column_slices(len(rows[0].labels), options.num_ids, options.block_elements):
+        block, summed = weight[columns], None
+        for part, grad_hidden in zip(rows, grads, strict=True):
+            grad_block = _block_gradient(part, block, options, columns)  # [R, C]
+            if weight.dtype == dtype:
+                grad_hidden.addmm_(grad_block, block)
+            else:
+                grad_hidden.add_(_product(grad_block, block))
+            if grad_weight is not None and len(rows) == 1:
+                torch.mm(grad_block.t(), part.hidden, out=grad_weight[columns])
+            elif grad_weight is not None:
+                product = _product(grad_block.t(), part.hidden)  # [C, H]
+                summed = product if summed is None else summed.add_(product)
+        if grad_weight is not None and summed is not None:
+            grad_weight[columns] = summed
+    return [grad.to(weight.dtype) for grad in grads]
 
 
-def _block_gradient(
-    hidden: Tensor, weight: Tensor, grads: _RowGradients, options: _Options, columns: slice
-) -> Tensor:
+def _block_gradient(part: _Rows, weight: Tensor, options: _Options, columns: slice) -> Tensor:
     """Gradient to hidden @ weight.T of one block, [R, C] in the dtype of `weight`.
 
     With p = softmax(u): d logprob / du = onehot - p and d entropy / du = -p (u - logsumexp + H).
     """
     scale, softcap = options.transform
-    grad_logprobs = grads.logprobs * (scale / options.temperature)
-    index, inside = _label_columns(grads.labels, columns)
+    grad_logprobs = part.grad_logprobs * (scale / options.temperature)
+    index, inside = _label_columns(part.labels, columns)
     onehot = torch.where(inside, grad_logprobs, 0.0)[:, None]
 
-    u = _block_logits(hidden, weight, options)
+    u = _block_logits(part.hidden, weight, options)
     slope = None
     if softcap is not None:  # d tanh
         slope = 1 - (u * (options.temperature / softcap)).square_()
     if options.with_entropy:
-        grad_entropy = grads.entropy * (scale / options.temperature)
-        constant = grad_entropy * (grads.logsumexp - grads.saved_entropy) - grad_logprobs
-        p = (u - grads.logsumexp[:, None]).exp_()
+        grad_entropy = part.grad_entropy * (scale / options.temperature)
+        constant = grad_entropy * (part.logsumexp - part.entropy) - grad_logprobs
+        p = (u - part.logsumexp[:, None]).exp_()
         du = u.mul_(-grad_entropy[:, None]).add_(constant[:, None]).mul_(p)
     else:
-        du = u.sub_(grads.logsumexp[:, None]).exp_().mul_(-grad_logprobs[:, None])
+        du = u.sub_(part.logsumexp[:, None]).exp_().mul_(-grad_logprobs[:, None])
     du.scatter_add_(1, index, onehot)
     if slope is not None:
         du.mul_(slope)
