@@ -6,6 +6,7 @@ not know how files are read.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from ppo.config.trainers import openrlhf, trl, verl
@@ -99,7 +100,13 @@ def foreign(path: str, known: set[str]) -> Foreign | None:
         return Foreign(f"write {ours}", ours)
     advice = _verl_advice(ours) or ANYWHERE.get(path) or _of_name(path, known)
     advice = advice or _verl_advice(path)
-    return Foreign(advice) if advice else None
+    return Foreign(_with_what_is_missing(advice)) if advice else None
+
+
+def _with_what_is_missing(advice: str) -> str:
+    """The advice, and which of the keys in it are not built: followed, it would be refused."""
+    missing = [key for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", advice) if not_built(key)]
+    return f"{advice}, which is not built yet" if missing else advice
 
 
 def _verl_advice(path: str) -> str | None:

@@ -86,7 +86,8 @@ ADVICE = {
     "total_episodes": "use trainer.total_training_steps or trainer.total_epochs",
     "loss_type": "use actor.loss_agg_mode: seq-mean-token-mean for grpo, token-mean for bnpo and "
     "dapo, seq-mean-token-sum-norm for dr_grpo",
-    "importance_sampling_level": "sequence is actor.policy_loss.loss_mode=gspo; remove it else",
+    "importance_sampling_level": "ratios are of tokens, those of sequences (GSPO) are not built; "
+    "remove it",
     "vllm_importance_sampling_correction": "use algorithm.rollout_correction.rollout_is",
     "vllm_importance_sampling_mode": "use algorithm.rollout_correction.rollout_is, or icepop there",
     "vllm_importance_sampling_clip_min": "use algorithm.rollout_correction.icepop",

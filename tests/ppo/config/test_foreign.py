@@ -168,6 +168,21 @@ def test_advice_names_keys_that_exist_or_are_said_to_be_unbuilt():
         assert path in known or inside, name
 
 
+def test_advice_can_be_followed_or_says_that_what_it_names_is_not_built():
+    values = 0
+    for path in [*verl.ADVICE, *ANYWHERE]:
+        advice = answer(path)
+        if "not built" in advice:
+            continue
+        for key, _, value in re.findall(r"\b([a-z_]+(?:\.[a-z_]+)+)(=([^\s,;:)]+))?", advice):
+            assert not not_built(key), (path, advice)
+            if value and key in schema():
+                load_config(None, [*REQUIRED, f"{key}={value}"])
+                values += 1
+    assert values > 5
+    assert answer("use_peft") == "use model.lora_rank, which is not built yet"
+
+
 def test_a_run_of_verl_is_right_after_one_round_of_corrections():
     given = VERL_RUN.split("\n")[1:-1]
     found = problems(*given)
