@@ -90,6 +90,9 @@ class Engine(Protocol):
     times, release; then wake again. The iterators do their work while they are advanced and give
     control back at least about every half second, so that the caller can look for stop requests;
     the caller may abandon them. `Run.drive` advances them and gives what they return.
+
+    `module` is the trainer's: its `config` names the trainer's attention, so a model of one's own
+    gets a copy. Only the first `num_ids_of(module)` ids may be sampled, and log-probs are over these.
     """
 
     def start(self) -> Generator[None, None, None]:
