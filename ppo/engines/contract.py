@@ -92,7 +92,7 @@ class Engine(Protocol):
     the caller may abandon them. `Run.drive` advances them and gives what they return.
 
     `module` is the trainer's: its `config` names the trainer's attention, so a model of one's own
-    gets a copy. Only the first `num_ids_of(module)` ids may be sampled, and log-probs are over these.
+    gets a copy. Only the first `num_ids_of(module)` ids may be sampled; log-probs are over these.
     """
 
     def start(self) -> Generator[None, None, None]:
