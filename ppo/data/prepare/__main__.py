@@ -112,9 +112,13 @@ def _add_inputs(command: argparse.ArgumentParser, *, required: bool) -> None:
 
 def _test_size(text: str) -> int | float:
     """A number of records, or a share of them, between 0 and 1."""
-    size = float(text) if "." in text else int(text)
+    try:
+        size = float(text) if "." in text else int(text)
+    except ValueError:
+        size = -1
     if size < 0 or (isinstance(size, float) and not 0 < size < 1):
-        raise ValueError(text)  # argparse says which option
+        rule = "must be a number of records, or a share between 0 and 1 such as 0.1"
+        raise argparse.ArgumentTypeError(f"{text!r}: {rule}")
     return size
 
 

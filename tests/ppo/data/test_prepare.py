@@ -190,7 +190,7 @@ def test_an_old_test_file_does_not_stay_beside_a_new_training_file(tmp_path, cap
     assert (len(read(tmp_path / "train.parquet")), len(read(tmp_path / "test.parquet"))) == (15, 5)
     for wrong in ("-1", "1.5", "0.0", "many"):
         said = refusal(capsys, *call, f"--test_size={wrong}")
-        assert f"argument --test_size: invalid _test_size value: '{wrong}'" in said
+        assert f"argument --test_size: '{wrong}': must be a number of records" in said
 
 
 @pytest.mark.parametrize(
