@@ -230,8 +230,9 @@ def _check_ids(
     if vocabulary is not None and max(ids) >= vocabulary:
         token = tokenizer.convert_ids_to_tokens(max(ids))
         raise row.error(
-            f"its token {token!r} has the id {max(ids)}, and the model has {vocabulary} ids only: "
-            "the tokenizer has tokens that the model's embedding was not enlarged for",
+            f"its token {token!r} has the id {max(ids)}; the model has {vocabulary} ids only, the "
+            f"tokenizer {len(tokenizer)}: enlarge the model's embedding (transformers' "
+            "resize_token_embeddings), or use the model's own tokenizer (model.tokenizer_path)",
             data.prompt_key,
         )
 

@@ -78,6 +78,13 @@ def _shared_ids(tokenizer: "PreTrainedTokenizerBase", vocabulary: int | None) ->
     """Ids from 0 on that the model has and the tokenizer's largest id covers."""
     known = set(tokenizer.get_vocab().values())
     number = min(max(known) + 1, vocabulary or sys.maxsize)
+    if number <= max(known):
+        logger.warning(
+            "the tokenizer has ids up to %d (%r), and the model has %d ids: tokens beyond are never "
+            "sampled; enlarge its embedding (transformers' resize_token_embeddings), or use the "
+            "model's own tokenizer (model.tokenizer_path)",
+            *(max(known), tokenizer.convert_ids_to_tokens(max(known)), number),
+        )
     missing = number - sum(i < number for i in known)
     if missing:
         logger.warning(

@@ -4,6 +4,7 @@ Owns step 1 of an iteration, which training, validation and rollout.py share. Mu
 training or rewards. Every method is called by every rank and leaves the same batch on each.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from ppo.models.folder import model_folder, read_generation_config
 from ppo.models.learner import Model
 from ppo.rollout.generate import generate
 from ppo.run.run import Run
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,8 @@ def open_collector(
     """Start the engine, asleep."""
     folder = model_folder(config.model.path, run.mesh, run.dir)
     stops = model_stop_token_ids(prompts.tokenizer, folder, actor.module.config)
+    if not config.rollout.ignore_eos:
+        warn_if_nothing_ends(stops, prompts.num_ids)
     engine = build_engine(
         config, run.mesh, actor.module, prompts.tokenizer, model_path=folder, run_dir=run.dir
     )
@@ -105,6 +110,16 @@ def open_collector(
             actor=actor,
             engine=engine,
             stop_token_ids=stops,
+        )
+
+
+def warn_if_nothing_ends(stops: Sequence[int], num_ids: int) -> None:
+    """Say that no response can end by a token: a token beyond the model's ids is never sampled."""
+    if not any(stop < num_ids for stop in stops):
+        logger.warning(
+            "none of the ids that end a response, %s, is one of the %d that are sampled: responses "
+            "end at data.max_response_length, or at a text of rollout.stop",
+            *(list(stops), num_ids),
         )
 
 

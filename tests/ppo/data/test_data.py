@@ -479,7 +479,9 @@ def test_a_token_that_the_model_does_not_have_is_named_by_file_row_and_token(tmp
     path = write_jsonl(tmp_path / "a.jsonl", [simple_row("aa"), simple_row("az")])
     [a], [z] = (TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in ("a", "z"))
     assert a < z
-    with pytest.raises(DataError, match=rf"a\.jsonl, row \d.*'prompt'.*the id \d+.*has {z} ids"):
+    with pytest.raises(
+        DataError, match=rf"a\.jsonl, row \d.*'prompt'.*the id \d+.*has {z} ids.* 512: enlarge"
+    ):
         build_dataset(path, TOKENIZER, data_config(), vocabulary=z)
     highest = max(build_dataset(path, TOKENIZER, data_config())[1].prompt_ids)
     assert len(build_dataset(path, TOKENIZER, data_config(), vocabulary=highest + 1)) == 2

@@ -27,7 +27,12 @@ from ppo.models.learner import Model
 from ppo.models.tiny import build_tiny_model, build_tiny_tokenizer
 from ppo.packing import make_batcher
 from ppo.rewards.pool import RewardPool
-from ppo.rollout.collector import Collector, model_stop_token_ids, open_collector
+from ppo.rollout.collector import (
+    Collector,
+    model_stop_token_ids,
+    open_collector,
+    warn_if_nothing_ends,
+)
 from ppo.rollout.scoring import Scorer
 from ppo.run.run import Run
 from sharding.mesh import build_mesh, init_distributed
@@ -200,3 +205,10 @@ def test_the_ids_that_end_a_response_are_those_of_every_file(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
     with pytest.raises(InputError, match="'</s>' is no token id"):
         model_stop_token_ids(tokenizer, tmp_path, config)
+
+
+def test_responses_that_no_token_can_end_are_said(caplog):
+    warn_if_nothing_ends((511, 600), 512)
+    assert not caplog.text
+    warn_if_nothing_ends((512, 600), 512)
+    assert "none of the ids that end a response, [512, 600], is one of the 512" in caplog.text
