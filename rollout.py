@@ -147,6 +147,12 @@ def _load_actor(config: Config, run: Run, checkpoint: Path | None, num_ids: int)
         dtype=getattr(torch, config.model.dtype),
         num_ids=num_ids,
     )
+    actor = Model(
+        module=module,
+        device=run.mesh.device,
+        param_offload=config.actor.fsdp.param_offload,
+    )
+    actor.rest()
     if checkpoint is not None and not (checkpoint / "config.json").is_file():
         try:
             with Checkpointer(checkpoint, run.mesh) as checkpoints:
@@ -155,11 +161,7 @@ def _load_actor(config: Config, run: Run, checkpoint: Path | None, num_ids: int)
                 checkpoints.load(step, {"actor": module}, {})
         except CheckpointError as error:
             raise InputError(f"--checkpoint = {checkpoint}: {error}") from error
-    return Model(
-        module=module,
-        device=run.mesh.device,
-        param_offload=config.actor.fsdp.param_offload,
-    )
+    return actor
 
 
 def _holds_checkpoints(path: Path) -> bool:

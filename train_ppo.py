@@ -80,12 +80,12 @@ def train(config: Config, run: Run) -> None:
         models = build_models(config, run.mesh, run.dir, total_steps, num_ids=prompts.num_ids)
         actor, critic = models.actor, models.critic
         scorer = build_scorer(config, run, prompts, pool)
-        # before a checkpoint is loaded: the engine comes up meanwhile
+        if start is not None:  # into the tensors where they rest
+            load_models(config, checkpoints, models, start)
+        # last of what takes device memory: an engine sizes its cache by what is free then, and
+        # what a start needs besides must not come out of it
         collector = owned.enter_context(open_collector(config, run, prompts, actor))
         batchers = make_batchers(config, run.mesh, models)
-        if start is not None:
-            load_models(config, checkpoints, models, start)
-        models.rest()  # after loading, which makes Adam's moments on the device
         # nothing can be refused any more: from here on this start writes the record of the run
         run.begin(step=state.step, anew=start is None)
         if start is not None and trains:

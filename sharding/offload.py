@@ -7,7 +7,7 @@ that live on the host anyway (device cpu, FSDP2's CPUOffloadPolicy) are left alo
 when anything is needed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -40,6 +40,7 @@ class _Place:
     """Where the tensors of one owner are, and its host memory, which is kept for the next time."""
 
     def __init__(self) -> None:
+        self.rests = False
         self.parked: list[_Parked] = []
         self._spare: dict[int, list[Tensor]] = {}
         self._block = torch.empty(0, dtype=torch.uint8)
@@ -47,6 +48,7 @@ class _Place:
 
     def park(self, tensors: Sequence[Tensor]) -> None:
         """Copy to the host, free the device storages. Returns when both are done."""
+        self.rests = True
         total = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
         moved = [self._copy(tensor, min(BLOCK_BYTES, total)) for tensor in tensors]
         if any(p.on_device.is_cuda for p in moved):
@@ -56,8 +58,21 @@ class _Place:
             p.on_device.untyped_storage().resize_(0)
         self.parked += moved
 
+    def park_new(self, tensors: Iterable[Tensor]) -> None:
+        """Free the device storage of each tensor as it comes; on the host it is zero."""
+        hollow = []
+        for tensor in tensors:
+            hollow.append((tensor, tensor.data, tensor.untyped_storage().nbytes()))
+            tensor.untyped_storage().resize_(0)
+        block_bytes = min(BLOCK_BYTES, sum(num_bytes for _, _, num_bytes in hollow))
+        for tensor, on_device, num_bytes in hollow:
+            host = self._take(num_bytes, block_bytes, pinned=on_device.is_cuda).zero_()
+            tensor.data = _typed(host, on_device)
+            self.parked.append(_Parked(tensor, on_device, num_bytes, host))
+
     def restore(self) -> None:
         """Allocate the device storages again and copy back, in the order of the current stream."""
+        self.rests = False
         for p in self.parked:
             p.on_device.untyped_storage().resize_(p.num_bytes)
             _bytes(p.on_device, p.num_bytes).copy_(p.host, non_blocking=True)
@@ -110,13 +125,36 @@ def reload_module(module: nn.Module, device: torch.device) -> None:
 
 
 def offload_optimizer(optimizer: Optimizer) -> None:
-    """State of an optimizer to the host; before its first step there is none."""
+    """State of an optimizer to the host; before its first step there is none.
+
+    State that a checkpoint brings meanwhile is made on the host, by `new_state`.
+    """
     _park(optimizer, _optimizer_tensors(optimizer))
 
 
 def reload_optimizer(optimizer: Optimizer, device: torch.device) -> None:
     """Undo `offload_optimizer`; `device` is the one that the tensors came from."""
     _restore(optimizer, device)
+
+
+def new_state(optimizer: Optimizer, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """State to be filled, made on the device one by one, where the optimizer's state is now.
+
+    While that rests on the host, the device never holds more than one of the tensors, which are
+    zero then.
+    """
+    place, made = _PLACES.get(optimizer), []
+    if place is None or not place.rests:
+        return list(tensors)
+
+    def of_the_device() -> Iterator[Tensor]:
+        for tensor in tensors:
+            made.append(tensor)
+            if _is_on_device(local := _local(tensor)):
+                yield local
+
+    place.park_new(of_the_device())
+    return made
 
 
 def home_device(module: nn.Module, parameter: Tensor) -> torch.device:
@@ -128,7 +166,7 @@ def home_device(module: nn.Module, parameter: Tensor) -> torch.device:
 
 def _park(owner: nn.Module | Optimizer, tensors: Iterator[Tensor]) -> None:
     place = _PLACES.setdefault(owner, _Place())
-    place.park([tensor for tensor in tensors if tensor.is_cuda])
+    place.park([tensor for tensor in tensors if _is_on_device(tensor)])
 
 
 def _restore(owner: nn.Module | Optimizer, device: torch.device) -> None:
@@ -137,6 +175,11 @@ def _restore(owner: nn.Module | Optimizer, device: torch.device) -> None:
         away = {p.on_device.device for p in place.parked} - {device}
         assert not away, f"{type(owner).__name__}: from {away}, not {device}"
         place.restore()
+
+
+def _is_on_device(tensor: Tensor) -> bool:
+    """Whether the tensor takes memory of a device, so that it can rest on the host."""
+    return tensor.is_cuda
 
 
 def _module_tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -32,12 +32,6 @@ class Models(NamedTuple):
         """The models of a checkpoint."""
         return {m.name: m for m in (self.actor, self.critic) if m is not None}
 
-    def rest(self) -> None:
-        """Send to the host what rests there until it is used."""
-        for model in self:
-            if model is not None:
-                model.rest()
-
     def modules(self) -> dict[str, nn.Module]:
         """Modules of a checkpoint, by name."""
         return {name: learner.module for name, learner in self.trained().items()}
@@ -52,6 +46,9 @@ def build_models(
 ) -> Models:
     """Actor, critic and reference, each rank loading its own shards. Collective.
 
+    What rests on the host goes there before the next model is built, so that a start needs no more
+    device memory than an iteration.
+
     num_ids: ids that may be sampled, from 0 on; others have no probability.
     """
     roles = config.models
@@ -62,7 +59,8 @@ def build_models(
     aligned = None
     if config.parallel.align_to_rollout:
         aligned = row_parallel_weight(hf_config.model_type)
-    actor = build_causal_lm(folder, mesh, shard_dim1=aligned, num_ids=num_ids, **options["actor"])
+    module = build_causal_lm(folder, mesh, shard_dim1=aligned, num_ids=num_ids, **options["actor"])
+    actor = _learner("actor", module, config, mesh, total_steps)
     critic = ref = None
     if "critic" in roles:
         critic_folder = model_folder(roles["critic"].path, mesh, run_dir)
@@ -72,7 +70,8 @@ def build_models(
     if "ref" in roles:
         module = build_causal_lm(folder, mesh, num_ids=num_ids, **options["ref"])
         ref = Model(module=module, device=mesh.device, param_offload=True)
-    return Models(_learner("actor", actor, config, mesh, total_steps), critic, ref)
+        ref.rest()
+    return Models(actor, critic, ref)
 
 
 def _check_positions(config: Config, hf_config: Any) -> None:
@@ -111,8 +110,9 @@ def build_options(config: Config, role: ModelRole) -> dict[str, Any]:
 
 
 def _learner(name: str, module: nn.Module, config: Config, mesh: Mesh, total_steps: int) -> Learner:
+    """The module with an optimizer, at rest."""
     section = config.actor if name == "actor" else config.critic
-    return Learner(
+    learner = Learner(
         name=name,
         module=module,
         optimizer=make_optimizer(module, section.optim, mesh.device),
@@ -123,3 +123,5 @@ def _learner(name: str, module: nn.Module, config: Config, mesh: Mesh, total_ste
         param_offload=section.fsdp.param_offload,
         optimizer_offload=section.fsdp.optimizer_offload,
     )
+    learner.rest()
+    return learner

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sharding.checkpoint.files import CheckpointError
-from sharding.offload import home_device
+from sharding.offload import home_device, new_state
 
 _IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that are not saved: how it is computed, not what."""
@@ -92,6 +92,7 @@ def optimizer_targets(
         parameters = _parameters(models[name], optimizer)
         old = dict(optimizer.state)
         optimizer.state.clear()
+        missing = {}
         prefix = f"optimizer.{name}."
         for entry in sorted(metadata.state_dict_metadata):
             if not entry.startswith(prefix):
@@ -99,23 +100,29 @@ def optimizer_targets(
             key, _, state = entry.removeprefix(prefix).rpartition(".")
             if key not in parameters:
                 raise CheckpointError(f"{entry}: {name} has no such parameter")
-            parameter = parameters[key]
-            saved = cast(TensorStorageMetadata, metadata.state_dict_metadata[entry])
-            tensor = old.get(parameter, {}).get(state)
-            if not isinstance(tensor, Tensor):
-                device = home_device(models[name], parameter)
-                tensor = _new_state(optimizer, parameter, state, saved, device)
+            tensor = old.get(parameters[key], {}).get(state)
+            if isinstance(tensor, Tensor):
+                optimizer.state[parameters[key]][state] = table[entry] = tensor
+            else:
+                saved = cast(TensorStorageMetadata, metadata.state_dict_metadata[entry])
+                missing[entry] = parameters[key], state, saved
+        makers = (_new_state(models[name], optimizer, *what) for what in missing.values())
+        for (entry, what), tensor in zip(
+            missing.items(), new_state(optimizer, makers), strict=True
+        ):
+            parameter, state, _ = what
             optimizer.state[parameter][state] = table[entry] = tensor
     return table
 
 
 def _new_state(
+    module: nn.Module,
     optimizer: Optimizer,
     parameter: Tensor,
     state: str,
     saved: TensorStorageMetadata,
-    device: torch.device,
 ) -> Tensor:
+    device = home_device(module, parameter)
     if saved.size == parameter.shape and state != "step":
         return torch.zeros_like(parameter, device=device, requires_grad=False)
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))

@@ -106,6 +106,8 @@ class SGLangEngine:
         )
         if mesh.device.type == "cpu":
             logger.info("SGLang on a CPU: functional, not fast (launch/cpu_engine/README.md)")
+        # its workers measure what is free on the devices of all ranks of the group
+        self._agree(self._give_memory_back)
         if self.is_leader:
             log_dir.mkdir(parents=True, exist_ok=True)
             log = log_dir / f"engine_{mesh.rank:04d}.log"
@@ -178,10 +180,7 @@ class SGLangEngine:
         """Give cached memory back; an engine that runs out of memory dies without a word."""
         if self.mesh.device.type != "cuda":
             return
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.ipc_collect()
-        torch.cuda.empty_cache()
+        self._give_memory_back()
         free, _ = torch.cuda.mem_get_info()
         if free < num_bytes:
             raise EngineError(
@@ -189,6 +188,14 @@ class SGLangEngine:
                 f"(the trainer holds {torch.cuda.memory_allocated() / GIB:.1f} GiB): lower "
                 "rollout.gpu_memory_utilization, or offload parameters and optimizer"
             )
+
+    def _give_memory_back(self) -> None:
+        """What torch's allocator holds and nobody uses."""
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+            gc.collect()
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
 
     def generate(
         self, requests: Sequence[Request], params: SamplingParams

@@ -350,13 +350,23 @@ def test_a_checkpoint_of_what_rests_on_the_host_goes_on_training_on_a_gpu(tmp_pa
         _train(first, 0, 2)
         offload_module(first[0])
         offload_optimizer(first[1])
+        offload_module(second[0])
+        offload_optimizer(second[1])
         with Checkpointer(tmp_path, mesh) as checkpointer:
             checkpointer.save(2, {"actor": first[0]}, {"actor": first[1]}, {})
             path = checkpointer.latest()
             assert path is not None
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
             checkpointer.load(path, {"actor": second[0]}, {"actor": second[1]})
-        reload_module(first[0], device)
-        reload_optimizer(first[1], device)
+        assert torch.cuda.memory_allocated() == before  # moments are made where they rest
+        largest = max(p.numel() for p in second[0].parameters()) * 4
+        assert torch.cuda.max_memory_allocated() <= before + largest + 512
+        state = [t for states in second[1].state.values() for t in states.values()]
+        assert state and all(t.device == CPU for t in state)
+        for resting in (first, second):
+            reload_module(resting[0], device)
+            reload_optimizer(resting[1], device)
         _assert_same(_values(second), _values(first))
         assert {t.device for t in _values(second).values()} == {device}  # fused counters too
         for resumed in (first, second):
