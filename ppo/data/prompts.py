@@ -80,7 +80,7 @@ def _shared_ids(tokenizer: "PreTrainedTokenizerBase", vocabulary: int | None) ->
     number = min(max(known) + 1, vocabulary or sys.maxsize)
     if number <= max(known):
         logger.warning(
-            "the tokenizer has ids up to %d (%r), and the model has %d ids: tokens beyond are never "
+            "the tokenizer has ids up to %d (%r), and the model has %d ids: the others are never "
             "sampled; enlarge its embedding (transformers' resize_token_embeddings), or use the "
             "model's own tokenizer (model.tokenizer_path)",
             *(max(known), tokenizer.convert_ids_to_tokens(max(known)), number),
