@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ppo.batch import RolloutBatch
@@ -27,15 +26,13 @@ def _forward_all(
     A stop request ends the pass: it is made again after the restart.
     """
     result = torch.zeros(batch.response_mask.shape, device=batcher.mesh.device)  # [B, T]
+    plan = (indices for part in parts for indices in batcher.plan(batch, part))
     with without_gradients(module):
-        for part in parts:
-            for indices in batcher.plan(batch, part):
-                if run.should_stop():
-                    run.raise_stop()
-                micro = batcher.make(batch, indices)
-                rows, cols = (to_device(x, result.device) for x in (micro.rows, micro.cols))
-                result[rows, cols] = compute(micro)
-    dist.all_reduce(result)  # every entry is set on one rank; the others add zero
+        for indices in run.polled(plan):
+            micro = batcher.make(batch, indices)
+            rows, cols = (to_device(x, result.device) for x in (micro.rows, micro.cols))
+            result[rows, cols] = compute(micro)
+    batcher.mesh.all_reduce(result)  # every entry is set on one rank; the others add zero
     return result.cpu()
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ppo.config import OptimConfig
@@ -102,8 +103,9 @@ class Learner(Model):
 
         A norm that is not finite, the same on every rank, skips the update.
         """
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.grad_clip)
-        norm = norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+        norm = gradient_norm(self.module, self.device)
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), self.grad_clip, norm)
+        norm = norm.item()
         if math.isfinite(norm):
             self.optimizer.step()
         else:
@@ -115,6 +117,20 @@ class Learner(Model):
             )
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+
+def gradient_norm(module: nn.Module, device: torch.device) -> Tensor:
+    """2-norm of all gradients, [] on the device, the same on every rank. Collective.
+
+    One all-reduce over the shard group, on the device also where gradients are on the host (torch's
+    clip_grad_norm_ would ask for a backend of host tensors there).
+    """
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    squares = nn.utils.get_total_norm(local).to(device, torch.float64).square()
+    if isinstance(first := gradients[0], DTensor):
+        dist.all_reduce(squares, group=first.device_mesh.get_group(mesh_dim=-1))
+    return squares.sqrt().float()
 
 
 def make_optimizer(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TypeVar, cast
@@ -38,6 +38,9 @@ from sharding.mesh import Mesh
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Step = TypeVar("Step")
+POLL_S = 2.0
+"""seconds between two safe points of a pass over the batch, if its steps are shorter"""
 # What a run that is stopped by it has come to. Place = code that is all-reduced by maximum, so that
 # what a person asks for counts more than what a scheduler does; 0: go on.
 STOPS: dict[str, Outcome] = {
@@ -194,10 +197,34 @@ class Run:
 
     def should_stop(self) -> bool:
         """Collective, at a safe point: whether any rank has been asked to stop."""
-        code = torch.tensor(self._own_stop_code())
-        dist.all_reduce(code, dist.ReduceOp.MAX, group=self.mesh.host_group)
-        self._note_stop(int(code))
+        self._safe_point(0.0)
         return self._stop_code > 0
+
+    def polled(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """Collective: the steps, of which every rank has as many; safe points lie before some.
+
+        An exchange among all ranks takes as long as a step where there are many, so it comes about
+        every POLL_S seconds. Each one tells how long the slowest rank takes for a step, from which
+        all ranks alike know how many steps there are to the next. Raises StopRequested.
+        """
+        pause, left, start = 1, 0, time.monotonic()
+        for step in steps:
+            if left == 0:
+                slowest = self._safe_point((time.monotonic() - start) / pause)
+                if self._stop_code:
+                    self.raise_stop()
+                pause = left = min(2 * pause, max(1, int(POLL_S / max(slowest, 1e-6))))
+                start = time.monotonic()
+            yield step
+            left -= 1
+
+    def _safe_point(self, seconds: float) -> float:
+        """Collective: take note of stop requests; the most seconds of any rank."""
+        state = torch.tensor([self._own_stop_code(), seconds], dtype=torch.float64)
+        dist.all_reduce(state, dist.ReduceOp.MAX, group=self.mesh.host_group)
+        code, most = state.tolist()
+        self._note_stop(int(code))
+        return most
 
     def raise_stop(self) -> None:
         """Leave the phase after `should_stop` has said yes."""

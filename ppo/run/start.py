@@ -10,7 +10,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
 """exit code for wrong configuration or data"""
+HOST_TIMEOUT_S = 1800
+"""seconds that one rank may be ahead of another on the host: it may be busy with files"""
+ENVIRONMENT = {"TORCH_GLOO_LAZY_INIT": "1"}
+"""what torch reads of the environment, unless the user has set it: gloo connects ranks when they
+first talk to each other, not all to all in every group"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +52,10 @@ class Launch:
     """where torchrun looks for the reason of a failure"""
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> "Launch":
-        """Read torchrun's variables."""
+    def from_env(cls, env: MutableMapping[str, str]) -> "Launch":
+        """Read torchrun's variables, and set ENVIRONMENT."""
+        for name, value in ENVIRONMENT.items():
+            env.setdefault(name, value)
         return cls(
             rank=int(env.get("RANK", 0)),
             local_rank=int(env.get("LOCAL_RANK", 0)),
@@ -116,9 +123,11 @@ def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator
         device,
         rank=launch.rank,
         world_size=launch.world_size,
-        timeout_s=config.trainer.comm_timeout_s,
+        timeout_s=HOST_TIMEOUT_S,
+        start_timeout_s=config.trainer.comm_timeout_s,
     ):
-        mesh = build_mesh(config.dims(launch.world_size, launch.ranks_per_node), device)
+        dims = config.dims(launch.world_size, launch.ranks_per_node)
+        mesh = build_mesh(dims, device, timeout_s=config.trainer.comm_timeout_s)
         with Run(config, mesh, command=command, restart_count=launch.restart_count) as run:
             if launch.rank == 0:
                 for warning in config_warnings(config, world_size=launch.world_size):

@@ -15,11 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
@@ -33,6 +31,7 @@ from sharding.checkpoint.files import CheckpointError
 from sharding.checkpoint.storage import SafeReader, causes
 from sharding.checkpoint.writer import CheckpointWriter, Job
 from sharding.fsdp import reshard
+from sharding.groups import new_group
 from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)
@@ -86,11 +85,11 @@ class Checkpointer:
         self._async = async_save
         self._assets = _render(assets) if mesh.rank == 0 else {}
         # of its own: a collective of the writing thread must not meet one of the training
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        everyone, timeout = range(mesh.dims.world_size), timedelta(seconds=timeout_s)
         self._writer = CheckpointWriter(
             folder=folder,
             mesh=mesh,
-            group=cast(ProcessGroup, group),
+            group=new_group(everyone, timeout=timeout),
             max_to_keep=max_to_keep,
             keep_best=keep_best,
             hf_models=tuple(hf_models),

@@ -4,7 +4,7 @@ Owns the process groups of both levels and what one collective of a plan is in t
 Must not know parameters or engines.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sharding.dims import ParallelDims
-from sharding.mesh import new_group
+from sharding.mesh import Mesh
 from sharding.reshard.geometry import Topology
 from sharding.reshard.plan import MIB, Stage
 
@@ -80,35 +80,43 @@ def topology_of(row: Sequence[int], dims: ParallelDims) -> Topology:
     return Topology.of(row, tp=dims.rollout_tp, ranks_per_node=dims.ranks_per_node)
 
 
-def make_links(
-    dims: ParallelDims, rank: int, shard_group: dist.ProcessGroup
-) -> tuple[Link | None, Link]:
+def make_links(mesh: Mesh) -> tuple[Link | None, Link]:
     """(across nodes or None, last exchange) of this rank. Collective over all ranks of the job."""
     cross: Link | None = None
     inner: Link | None = None
-    for row in dims.shard_rows():
-        topology = topology_of(row, dims)
-        if not topology.two_level:
-            continue
-        for place in zip(*topology.by_node, strict=True):
-            cross = _new_link([row[s] for s in place], dims, rank) or cross
-        for members in topology.by_node:
-            inner = _new_link([row[s] for s in members], dims, rank) or inner
+    for across, within in link_rows(mesh.dims):
+        for ranks in across:
+            cross = _new_link(ranks, mesh) or cross
+        for ranks in within:
+            inner = _new_link(ranks, mesh) or inner
     if inner is None:
-        row = next(row for row in dims.shard_rows() if rank in row)
-        inner = _link(shard_group, row, dims, rank)
+        row = mesh.dims.shard_rows()[mesh.replicate_rank]
+        inner = _link(mesh.shard_group, row, mesh)
     return cross, inner
 
 
-def _new_link(ranks: Sequence[int], dims: ParallelDims, rank: int) -> Link | None:
+def link_rows(dims: ParallelDims) -> Iterator[tuple[list[list[int]], list[list[int]]]]:
+    """Of each shard group that goes over two levels: the ranks of every group across nodes, and of
+    every group inside one."""
+    for row in dims.shard_rows():
+        topology = topology_of(row, dims)
+        if topology.two_level:
+            places = zip(*topology.by_node, strict=True)
+            yield (
+                [[row[s] for s in place] for place in places],
+                [[row[s] for s in members] for members in topology.by_node],
+            )
+
+
+def _new_link(ranks: Sequence[int], mesh: Mesh) -> Link | None:
     """A new group in the given order; None on ranks outside of it."""
-    group = new_group(ranks)
-    return _link(group, ranks, dims, rank) if rank in ranks else None
+    group = mesh.device_group(ranks)
+    return _link(group, ranks, mesh) if mesh.rank in ranks else None
 
 
-def _link(group: Any, ranks: Sequence[int], dims: ParallelDims, rank: int) -> Link:
+def _link(group: Any, ranks: Sequence[int], mesh: Mesh) -> Link:
     members = dist.get_process_group_ranks(group)
     assert members == list(ranks), f"group of {members} where the plan has {list(ranks)}"
-    node = rank // dims.ranks_per_node
-    away = tuple(member // dims.ranks_per_node != node for member in ranks)
-    return Link(group, members.index(rank), away)
+    per_node = mesh.dims.ranks_per_node
+    away = tuple(member // per_node != mesh.node_rank for member in ranks)
+    return Link(group, members.index(mesh.rank), away)

@@ -111,7 +111,7 @@ class Resharder:
             self.plan.rank_bucket(index, self._shard) for index in range(len(self.plan.buckets))
         ]
         self._capacity = max((_buffer_size(bucket) for bucket in self._buckets), default=0)
-        self._cross, self._inner = make_links(mesh.dims, mesh.rank, mesh.shard_group)
+        self._cross, self._inner = make_links(mesh)
         self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self.stats = self._new_stats()
 

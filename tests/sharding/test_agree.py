@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from sharding.agree import errors_by_rank, gather, raise_everywhere, together
-from sharding.mesh import new_group
+from sharding.groups import new_group
 from tests.distributed import run_distributed
 
 
@@ -77,14 +78,36 @@ def _scenarios(rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     }
 
 
-def _groups(rank: int, world_size: int) -> list[dict[str, Any] | None]:
-    pair = new_group([2, 0], host=True)
+def _gathered(rank: int, sizes: list[int]) -> tuple[list[int], list[int]]:
+    """Lengths of what arrived if rank r sends sizes[r] letters; bytes that each exchange held."""
+    held, originals = [], (dist.all_gather, dist.all_reduce)
+
+    def all_gather(out: list[torch.Tensor], *args: Any, **options: Any) -> Any:
+        held.append(sum(tensor.numel() for tensor in out))
+        return originals[0](out, *args, **options)
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        held.append(tensor.numel())
+        return originals[1](tensor, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather", all_gather)
+        patch.setattr(dist, "all_reduce", all_reduce)
+        values = gather(str(rank) * sizes[rank], dist.group.WORLD)  # pyright: ignore
+    assert all(set(value) <= {str(r)} for r, value in enumerate(values))
+    return [len(value) for value in values], held
+
+
+def _groups(rank: int, world_size: int) -> list[Any]:
+    pair = new_group([2, 0])
+    sizes = ([0, 9, 400], [0, 100_000, 0], [90_000, 100_000, 80_000])
+    gathered = [_gathered(rank, each) for each in sizes]
     world = _scenarios(rank, dist.group.WORLD)  # pyright: ignore[reportArgumentType]
-    return [world, _scenarios(rank, pair) if rank in (0, 2) else None]
+    return [world, _scenarios(rank, pair) if rank in (0, 2) else None, gathered]
 
 
 @pytest.fixture(scope="module")
-def seen() -> list[list[dict[str, Any] | None]]:
+def seen() -> list[list[Any]]:
     return run_distributed(_groups, 3, timeout_s=20)
 
 
@@ -95,7 +118,7 @@ def messages(seen: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_every_rank_of_a_group_sees_the_same(seen) -> None:
-    world, pair = zip(*seen, strict=True)
+    world, pair, _ = zip(*seen, strict=True)
     assert messages(world[0]) == messages(world[1]) == messages(world[2])
     assert messages(pair[0]) == messages(pair[2])
     assert pair[1] is None
@@ -103,7 +126,7 @@ def test_every_rank_of_a_group_sees_the_same(seen) -> None:
 
 @pytest.mark.distributed
 def test_values_come_in_the_order_of_the_group(seen) -> None:
-    world, pair = seen[0]
+    world, pair, _ = seen[0]
     assert world["values"] == [{0: [0]}, {1: [1]}, {2: [2]}]
     assert pair["values"] == [{2: [2]}, {0: [0]}]
     assert world["no error"] == ["fine"] * 3 and pair["no error"] == ["fine"] * 2
@@ -112,7 +135,7 @@ def test_values_come_in_the_order_of_the_group(seen) -> None:
 
 @pytest.mark.distributed
 def test_an_error_on_one_rank_is_raised_on_all_and_names_it(seen) -> None:
-    world, pair = seen[0]
+    world, pair, _ = seen[0]
     for name in ("one", "one step"):
         assert world[name][0] == "OurError: rank 2: a.json: cut"
         assert pair[name][0] == "OurError: rank 0: a.json: cut"
@@ -125,7 +148,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_names_it(seen) -> None:
 
 @pytest.mark.distributed
 def test_the_same_error_on_all_ranks_is_said_once(seen) -> None:
-    world, pair = seen[0]
+    world, pair, _ = seen[0]
     for name in ("all the same", "all steps"):
         assert world[name][0] == "OurError: ranks 0, 1, 2: disk full"
         assert pair[name][0] == "OurError: ranks 2, 0: disk full"
@@ -135,7 +158,7 @@ def test_the_same_error_on_all_ranks_is_said_once(seen) -> None:
 
 @pytest.mark.distributed
 def test_different_errors_are_all_said(seen) -> None:
-    world, pair = seen[0]
+    world, pair, _ = seen[0]
     for name in ("different", "different steps"):
         assert world[name][0] == "OurError: rank 0: no\nrank 2: a.json: cut"
         assert pair[name][0] == "OurError: rank 2: no\nrank 0: a.json: cut"
@@ -145,6 +168,16 @@ def test_different_errors_are_all_said(seen) -> None:
 
 @pytest.mark.distributed
 def test_an_exception_that_nobody_expected_ends_all_ranks_too_and_is_no_input_error(seen) -> None:
-    world, _ = seen[0]
+    world, _, _ = seen[0]
     assert world["surprise"][0] == "RuntimeError: rank 2: KeyError: 'x'"
     assert world["surprise and error"][0] == "RuntimeError: rank 0: y\nrank 2: KeyError: 'x'"
+
+
+@pytest.mark.distributed
+def test_small_values_take_one_exchange_and_large_ones_no_more_bytes_than_they_have(seen) -> None:
+    for _, _, (small, one_large, all_large) in seen:
+        assert small[0] == [0, 9, 400] and len(small[1]) == 1
+        assert one_large[0] == [0, 100_000, 0]
+        assert one_large[1][1] < 101_000  # not 3 x 100,000
+        assert all_large[0] == [90_000, 100_000, 80_000]
+        assert 300_000 <= all_large[1][1] < 301_000

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.dims import ParallelDims
+from sharding.groups import timeout_of
 from sharding.mesh import MeshError, build_mesh, init_distributed
 from tests.distributed import run_distributed
 
@@ -114,6 +115,9 @@ def _groups(rank: int, world_size: int) -> list[tuple]:
             members = [torch.zeros(1, dtype=torch.long) for _ in range(group.size())]
             dist.all_gather(members, torch.tensor([rank]), group=group)
             seen.append(tuple(int(m) for m in members))
+        everyone = torch.tensor([10.0**rank])
+        mesh.all_reduce(everyone)
+        assert everyone.item() == 1111
         seen.append(tuple(mesh.fsdp.get_coordinate() or ()))
         seen.append((mesh.shard_index, mesh.replicate_rank, mesh.dp_rank, mesh.sp_rank))
         assert mesh.fsdp.mesh_dim_names == (
@@ -145,14 +149,15 @@ def test_groups_hold_the_ranks_of_their_axis_in_its_order():
     ]
 
 
-def test_groups_are_as_patient_as_the_default_group_and_only_host_groups_have_their_own_limit():
+def test_groups_are_as_patient_as_the_default_group_and_device_groups_have_a_limit_of_their_own():
     cpu, limits = torch.device("cpu"), []
-    with init_distributed(cpu, timeout_s=77):
+    with init_distributed(cpu, timeout_s=88):
         dims = ParallelDims(world_size=1, ranks_per_node=1)
-        mesh = build_mesh(dims, cpu, host_timeout_s=88)
-        for group in (mesh.shard_group, mesh.rollout_group, mesh.host_group):
-            limits.append(group._get_backend(cpu).options._timeout.total_seconds())  # type: ignore
-    assert limits == [77, 77, 88]
+        for mesh in (build_mesh(dims, cpu, timeout_s=77), build_mesh(dims, cpu)):
+            groups = (mesh.shard_group, mesh.host_group, mesh.rollout_host_group)
+            limits.append([timeout_of(group).total_seconds() for group in groups])
+            assert timeout_of(mesh.device_group([0])).total_seconds() == limits[-1][0]
+    assert limits == [[77, 88, 88], [88, 88, 88]]
 
 
 def test_plain_python_is_a_world_of_one_without_a_port():

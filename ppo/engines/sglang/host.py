@@ -29,6 +29,7 @@ PROGRESS_S = 0.5
 RENDEZVOUS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
     *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    "TORCH_GLOO_LAZY_INIT",
 )
 
 
@@ -54,7 +55,7 @@ if __name__ == "__mp_main__":
 
 
 def prepare_environment(variables: dict[str, str], first_on_path: list[str]) -> None:
-    """Hide torchrun's rendezvous, put `first_on_path` before all packages, set `variables`."""
+    """Hide how our ranks find each other, put `first_on_path` first, set `variables`."""
     for name in list(os.environ):
         if name in RENDEZVOUS or name.startswith("TORCHELASTIC_"):
             del os.environ[name]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,25 @@ def outcome(action: Callable[[], Any]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def pass_over(run: Run, number: int, seconds: float, *, signal_at: int = -1) -> tuple[int, int]:
+    """How many steps were taken, and how many exchanges among the ranks that took."""
+    taken, exchanges, all_reduce = 0, [], dist.all_reduce
+
+    def counted(*args: Any, **options: Any) -> Any:
+        exchanges.append(args)
+        return all_reduce(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, suppress(StopRequested):
+        patch.setattr(dist, "all_reduce", counted)
+        patch.setattr("ppo.run.run.POLL_S", 0.2)
+        for step in run.polled(range(number)):
+            if step == signal_at:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(seconds)
+            taken += 1
+    return taken, len(exchanges)
+
+
 def _together(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     """All scenarios that need two ranks, in one world; returns what this rank saw of each."""
     seen: dict[str, Any] = {}
@@ -95,6 +115,14 @@ def _together(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         run.status("running", 3)
     dist.barrier()
     seen["finished"] = read_status(root / "finished")
+
+    with open_run(root / "polled", world_size) as run:
+        slow = 0.02 if rank == 1 else 0.001  # the slowest rank decides
+        seen["pass of many steps"] = pass_over(run, 100, slow)
+        seen["pass of long steps"] = pass_over(run, 4, 0.3)
+        seen["pass of nothing"] = pass_over(run, 0, 0)
+        seen["pass that is stopped"] = pass_over(run, 400, slow, signal_at=20 if rank == 1 else -1)
+    dist.barrier()
 
     with open_run(root / "signal", world_size) as run:
         run.status("running", 5)
@@ -170,6 +198,18 @@ def test_a_rank_that_is_done_waits_for_the_others_and_each_gets_its_own_result(b
     assert (seen["own result"], other["own result"]) == (0, 9)
     assert not seen["partly done"] and seen["all done"]
     assert not seen["nothing to stop"]
+
+
+@pytest.mark.distributed
+def test_a_pass_over_the_batch_polls_by_time_and_on_every_rank_before_the_same_steps(both) -> None:
+    _, (seen, _) = both
+    steps, polls = seen["pass of many steps"]
+    assert steps == 100 and 10 <= polls <= 25  # about every 0.2 s of 2 s, more often at first
+    steps, polls = seen["pass of long steps"]
+    assert steps == 4 and polls >= 2
+    assert seen["pass of nothing"] == (0, 0)
+    steps, _ = seen["pass that is stopped"]
+    assert 20 < steps < 60
 
 
 @pytest.mark.distributed

@@ -1,0 +1,104 @@
+"""What process groups cost in sockets and open files, measured on eight ranks."""
+
+import math
+import os
+import resource
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ppo.run.start import ENVIRONMENT
+from sharding.agree import gather
+from sharding.dims import ParallelDims
+from sharding.groups import init_distributed, naming_file_limit, new_group, world
+from sharding.mesh import build_mesh
+from tests.distributed import run_distributed
+
+CPU = torch.device("cpu")
+
+
+def sockets() -> int:
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+        except OSError:  # the folder itself, closed by now
+            continue
+    return found
+
+
+def talk(group: dist.ProcessGroup) -> None:
+    """What a run does on the host: polls, values of all ranks, small and large, and waiting."""
+    dist.all_reduce(torch.ones(1), group=group)
+    gather("x" * 10_000 if dist.get_rank(group) == 0 else None, group)
+    dist.barrier(group=group)
+
+
+def count(world_size: int) -> dict[str, int]:
+    """Sockets of this rank by what has made them."""
+    found, before = {}, 0
+
+    def note(name: str) -> None:
+        nonlocal before
+        found[name], before = sockets() - before, sockets()
+
+    talk(world())
+    note("default group")
+    checkpoints = new_group(range(world_size))
+    talk(checkpoints)
+    note("group of checkpoints")
+    collected = [""] * world_size if dist.get_rank() == 0 else None
+    dist.gather_object("plan", collected, group=checkpoints)  # torch's planner of checkpoints
+    note("planning of a checkpoint")
+    per_node = min(4, world_size)
+    build_mesh(ParallelDims(world_size=world_size, ranks_per_node=per_node, rollout_tp=2), CPU)
+    note("meshes, not yet used")
+    return found
+
+
+def _measure(rank: int, world_size: int, folder: str) -> tuple[dict[int, dict[str, int]], str]:
+    dist.destroy_process_group()
+    os.environ |= ENVIRONMENT
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # as shells start with few
+    found = {}
+    for size in (2, 4, 8):
+        if rank < size:
+            method = f"file://{folder}/{size}"
+            with init_distributed(CPU, rank=rank, world_size=size, init_method=method):
+                found[size] = count(size)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 1 << 20), hard)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    num_open = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open, num_open))
+    try:
+        with naming_file_limit():
+            new_group([0])
+    except RuntimeError as error:
+        return found, str(error)
+    return found, ""
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[int, dict[str, int]], str]]:
+    return run_distributed(_measure, 8, str(tmp_path_factory.mktemp("rendezvous")))
+
+
+@pytest.mark.distributed
+def test_a_host_group_takes_a_few_sockets_for_each_doubling_of_the_ranks(seen):
+    for rank, (found, _) in enumerate(seen):
+        for size, sockets in found.items():
+            steps = round(math.log2(size))
+            assert sockets["default group"] <= 2 * steps, (rank, size)
+            assert sockets["group of checkpoints"] <= 2 * steps, (rank, size)
+            assert sockets["planning of a checkpoint"] <= (size if rank == 0 else 1)
+            assert sockets["meshes, not yet used"] <= 6, (rank, size)
+
+
+@pytest.mark.distributed
+def test_connecting_beyond_the_limit_of_open_files_names_it(seen):
+    for _, message in seen:
+        assert "Too many open files" in message
+        assert "(RLIMIT_NOFILE): raise the hard limit" in message
