@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from ppo.check.memory_pass import Item
-from ppo.check.memory_phases import GIB, Phase, Plan, host_bytes, kv_cache
+from ppo.check.memory_phases import GIB, HEADROOM, Phase, Plan, host_bytes, kv_cache
 from ppo.config import ActorConfig, Config, CriticConfig
 from sharding.dims import ParallelDims
 
@@ -87,9 +87,11 @@ def _updates(
 
 def memory_lines(plan: Plan, found: list[Phase], *, verbose: bool) -> Iterator[str]:
     """Each phase with its largest items, all of them if verbose; the KV cache; the host."""
-    limit = plan.device_bytes
+    limit, there = plan.usable_bytes, f"{plan.device_bytes / GIB:g} GiB there"
     where = "device" if plan.cuda else "CPU, live tensors"
-    yield f"predicted peak memory per rank ({where}; {limit / GIB:g} GiB there)"
+    if limit < plan.device_bytes:
+        there += f", {limit / GIB:g} GiB usable: {HEADROOM:.0%} are headroom"
+    yield f"predicted peak memory per rank ({where}; {there})"
     for phase in found:
         verdict = "fits" if phase.bytes <= limit else "DOES NOT FIT"
         yield f"  {phase.name:<13}{_size(phase.bytes):>11}  {verdict}"
@@ -112,10 +114,10 @@ def memory_lines(plan: Plan, found: list[Phase], *, verbose: bool) -> Iterator[s
 def verdict(plan: Plan, found: list[Phase]) -> str:
     """Whether it fits, and by how much."""
     fullest = max(found, key=lambda phase: phase.bytes)
-    left, there = plan.device_bytes - fullest.bytes, f"{plan.device_bytes / GIB:g} GiB"
+    left, usable = plan.usable_bytes - fullest.bytes, f"{plan.usable_bytes / GIB:g} usable GiB"
     if left >= 0:
-        return f"fits: {_size(left)} of {there} are left in the fullest phase, {fullest.name}"
-    return f"does not fit: {fullest.name} needs {_size(-left)} more than the {there} there"
+        return f"fits: {_size(left)} of {usable} are left in the fullest phase, {fullest.name}"
+    return f"does not fit: {fullest.name} needs {_size(-left)} more than the {usable}"
 
 
 def _host(plan: Plan) -> Iterator[str]:

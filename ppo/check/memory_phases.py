@@ -2,7 +2,7 @@
 
 Owns which models, optimizers, buckets and engines are on the device in which phase, and the host's
 share. Pure numbers: no torch, no process, no file. It counts tensors that exist by design; contexts
-and workspaces are assumed items; fragmentation of the allocator is not counted.
+and workspaces are assumed items; for what it cannot count there is HEADROOM.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ GIB = 1 << 30
 # (with CUDA graphs). Replace them by what nvidia-smi shows on the machine at hand.
 TRAINER_CONTEXT = 2.0 * GIB
 ENGINE_CONTEXT = 3.0 * GIB
+HEADROOM = 0.06
+"""Share of a device that no plan may count on: a card of 80 GB gives out about 79.4 GiB, torch's
+allocator loses some per cent to fragments, and NCCL takes buffers as its communicators come up."""
 
 
 class Phase(NamedTuple):
@@ -53,6 +56,12 @@ class Plan:
     """by the name of the model: one for each of config.models"""
     cuda: bool
     device_bytes: float
+    """the whole card, of which the engine takes its share"""
+
+    @property
+    def usable_bytes(self) -> float:
+        """What a phase may need; on a CPU `device_bytes` is the user's own figure."""
+        return self.device_bytes * (1 - HEADROOM if self.cuda else 1)
 
     @property
     def engine(self) -> EngineTraits:

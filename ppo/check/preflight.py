@@ -167,12 +167,13 @@ def _not_fitting(plan: Plan, found: list[Phase]) -> list[Problem]:
         Problem(
             "check.device_memory_gib",
             round(plan.device_bytes / GIB, 3),
-            f"{phase.name} needs {phase.bytes / GIB:.2f} GiB per rank, most of it "
+            f"{phase.name} needs {phase.bytes / GIB:.2f} GiB per rank, of which "
+            f"{plan.usable_bytes / GIB:.2f} are usable, most of it "
             f"{(largest := max(phase.items, key=lambda item: item.bytes)).name} "
             f"({largest.bytes / GIB:.2f})",
         )
         for phase in found
-        if phase.bytes > plan.device_bytes
+        if phase.bytes > plan.usable_bytes
     ]
     tokens, _ = kv_cache(plan)
     if tokens < kv_context(plan):

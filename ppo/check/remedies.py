@@ -42,7 +42,7 @@ def fits(plan: Plan) -> bool:
     """Whether every phase fits on the device, and one sequence into the engine."""
     if plan.dims.problems() or kv_cache(plan)[0] < kv_context(plan):
         return False
-    return all(phase.bytes <= plan.device_bytes for phase in phases(plan))
+    return all(phase.bytes <= plan.usable_bytes for phase in phases(plan))
 
 
 def _ladder(plan: Plan) -> list[Settings]:
@@ -121,7 +121,7 @@ def _that_fits(plan: Plan, settings: Settings) -> Settings | None:
 def _engine_share(plan: Plan) -> float | None:
     """gpu_memory_utilization with which the engine's phases fit, or which holds one sequence."""
     found, device = {phase.name: phase.bytes for phase in phases(plan)}, plan.device_bytes
-    over = max(found["reshard"], found["generate"]) - device
+    over = max(found["reshard"], found["generate"]) - plan.usable_bytes
     if over > 0:
         wanted = math.floor(100 * (plan.config.rollout.gpu_memory_utilization - over / device))
     else:

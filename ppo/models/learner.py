@@ -107,6 +107,9 @@ class Learner(Model):
         nn.utils.clip_grads_with_norm_(self.module.parameters(), self.grad_clip, norm)
         norm = norm.item()
         if math.isfinite(norm):
+            if not self.optimizer.state and self.device.type == "cuda":
+                # the moments, which stay, must not lie among the pieces of what backward has freed
+                torch.cuda.empty_cache()
             self.optimizer.step()
         else:
             logger.warning(

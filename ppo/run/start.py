@@ -104,6 +104,19 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
+def use_expandable_segments() -> None:
+    """Have torch's allocator map pages into growing segments, unless PYTORCH_ALLOC_CONF decides it.
+
+    Freed blocks of any size can be given out or back then: an engine finds free what the trainer
+    does not use. Set here and not in the environment, which engines inherit: those refuse it. A
+    weight update switches it off while it shares memory (ppo/engines/sglang/sync.py).
+    """
+    settings = torch._C._accelerator_getAllocatorSettings()
+    if "expandable_segments" not in settings and "backend" not in settings:
+        settings = ",".join([*filter(None, [settings]), "expandable_segments:True"])
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+
 @contextmanager
 def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator[Run]:
     """The process group, the meshes, and the run folder with its logs and status."""
@@ -119,6 +132,7 @@ def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator
         # torch prefers cuDNN's attention on Hopper and later, which makes a plan for every new
         # shape (about half a second each); here every micro-batch has shapes of its own.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        use_expandable_segments()
     with init_distributed(
         device,
         rank=launch.rank,

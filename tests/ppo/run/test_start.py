@@ -2,8 +2,11 @@
 
 import json
 
+import pytest
+import torch
+
 from ppo.errors import InputError
-from ppo.run.start import EXIT_CONFIG, Launch
+from ppo.run.start import EXIT_CONFIG, Launch, use_expandable_segments
 
 ERROR = InputError("configuration: 1 problem\n  rollout.n = 0: must be at least 1")
 
@@ -40,3 +43,40 @@ def test_without_torchruns_file_the_first_rank_says_it_on_the_first_start(tmp_pa
     assert capfd.readouterr().err == ""
     under_torchrun(str(tmp_path / "absent" / "error.json"), 0, 0).report(ERROR)
     assert capfd.readouterr().err == f"{ERROR}\n"
+
+
+@pytest.fixture
+def allocator_settings():
+    """torch's own are put back."""
+    before = torch._C._accelerator_getAllocatorSettings()
+    yield torch._C._accelerator_setAllocatorSettings
+    torch._C._accelerator_setAllocatorSettings(before)
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("", "expandable_segments:True"),
+        ("max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True"),
+        ("expandable_segments:False", "expandable_segments:False"),
+    ],
+)
+def test_segments_of_the_device_grow_unless_the_user_says_else(allocator_settings, given, used):
+    allocator_settings(given)
+    use_expandable_segments()
+    assert torch._C._accelerator_getAllocatorSettings() == used
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_in_the_middle_of_a_segment_is_given_back(allocator_settings):
+    """Without growing segments the last of 32 blocks would keep the whole segment."""
+    allocator_settings("")
+    use_expandable_segments()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    blocks = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(320)]
+    last = blocks[-1]
+    blocks.clear()
+    torch.cuda.empty_cache()
+    assert free - torch.cuda.mem_get_info()[0] <= 32 << 20
+    assert last.is_cuda
