@@ -22,7 +22,7 @@ def mesh_lines(config: Config, dims: ParallelDims) -> Iterator[str]:
     nodes, ranks = _plural(dims.nodes, "node"), _plural(dims.ranks_per_node, "rank")
     yield f"mesh: {nodes} x {ranks}"
     strategy = dims.strategy
-    if not config.actor.fsdp.reshard_after_forward and strategy == "FULL_SHARD":
+    if not config.actor.fsdp.reshards and strategy == "FULL_SHARD":
         strategy = "SHARD_GRAD_OP"
     yield (
         f"  training    dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x sp {dims.sp}"

@@ -157,7 +157,7 @@ def _gathered(model: ShardedModel) -> list[Item]:
     layers = min(
         2 if fsdp.backward_prefetch or fsdp.forward_prefetch else 1, model.shape.num_layers
     )
-    if not fsdp.reshard_after_forward:
+    if not fsdp.reshards:
         layers = model.shape.num_layers
     return [
         Item("gathered layers", layers * layer),

@@ -46,7 +46,10 @@ def _degrees(config: Config, dims: ParallelDims) -> Iterator[Problem]:
         head, _, rule = text.partition(": ")
         name, _, value = head.partition(" ")
         path = _DEGREE_KEYS.get(name, "")
-        yield Problem(path, int(value), rule) if path else Problem("", None, text)
+        if name == "fsdp_size" and int(value) != (wrote := config.actor.fsdp).fsdp_size:
+            yield Problem("actor.fsdp.sharding_strategy", wrote.sharding_strategy, rule)
+        else:
+            yield Problem(path, int(value), rule) if path else Problem("", None, text)
     if dims.problems():
         return
     for role in config.models.values():
@@ -55,7 +58,7 @@ def _degrees(config: Config, dims: ParallelDims) -> Iterator[Problem]:
             own = ParallelDims(
                 world_size=dims.world_size,
                 ranks_per_node=dims.ranks_per_node,
-                fsdp_size=fsdp.fsdp_size,
+                fsdp_size=fsdp.shard_size(dims.world_size),
                 sp=dims.sp,
             )
             if own.shard_size != dims.shard_size:
@@ -81,16 +84,15 @@ def _strategy(name: str, fsdp: FsdpConfig, dims: ParallelDims) -> Iterator[Probl
     wanted, size = fsdp.sharding_strategy, dims.shard_size
     possible = {dims.strategy}
     if dims.world_size == 1:
-        possible |= {"NO_SHARD", "FULL_SHARD"}
-    if not fsdp.reshard_after_forward:
+        possible |= {"NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP"}
+    elif not fsdp.reshards and size > 1:
         possible = (possible - {"FULL_SHARD"}) | {"SHARD_GRAD_OP"}
     if wanted is None or wanted in possible:
         return
     sizes = {"NO_SHARD": 1, "FULL_SHARD": dims.world_size, "SHARD_GRAD_OP": dims.world_size}
     fix = f"set {name}.fsdp.fsdp_size={sizes.get(wanted, '1 < F < all ranks')}"
     if sizes.get(wanted) == size:
-        value = "false" if wanted == "SHARD_GRAD_OP" else "true"
-        fix = f"set {name}.fsdp.reshard_after_forward={value}"
+        fix = f"set {name}.fsdp.reshard_after_forward=true"
     yield Problem(
         f"{name}.fsdp.sharding_strategy",
         wanted,

@@ -120,7 +120,7 @@ class Config(Section):
         return ParallelDims(
             world_size=world_size,
             ranks_per_node=ranks_per_node,
-            fsdp_size=self.actor.fsdp.fsdp_size,
+            fsdp_size=self.actor.fsdp.shard_size(world_size),
             sp=self.actor.ulysses_sequence_parallel_size,
             rollout_tp=self.rollout.tensor_model_parallel_size,
         )

@@ -237,7 +237,7 @@ def _shard(
         mesh,
         param_dtype=getattr(torch, fsdp_config.mixed_precision.param_dtype),
         reduce_dtype=getattr(torch, fsdp_config.mixed_precision.reduce_dtype),
-        reshard_after_forward=fsdp_config.reshard_after_forward,
+        reshard_after_forward=fsdp_config.reshards,
         forward_prefetch=fsdp_config.forward_prefetch,
         backward_prefetch=fsdp_config.backward_prefetch,
         offload_policy=fsdp_config.offload_policy,

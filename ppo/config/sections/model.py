@@ -96,7 +96,8 @@ class FsdpConfig(Section):
     """Sharding, precision, prefetch and offload of one model."""
 
     sharding_strategy: MayChange[Strategy | None] = None
-    """null = follows from fsdp_size and reshard_after_forward; a contradiction is an error"""
+    """null = follows from fsdp_size and reshard_after_forward; the defaults of both give way to it,
+    another value that contradicts it is an error"""
     fsdp_size: MayChange[Annotated[int, Bound(ge=1, le=10**6, also=(-1,))]] = -1
     """ranks of a shard group (dp_shard x sp); -1 = a node's on several nodes, else all"""
     reshard_after_forward: MayChange[bool] = True
@@ -115,3 +116,15 @@ class FsdpConfig(Section):
     """dtypes"""
     wrap_policy: MayChange[WrapPolicyConfig] = field(default_factory=WrapPolicyConfig)
     """wrapping"""
+
+    @property
+    def reshards(self) -> bool:
+        """Whether gathered layers are freed between forward and backward."""
+        return self.reshard_after_forward and self.sharding_strategy != "SHARD_GRAD_OP"
+
+    def shard_size(self, world_size: int) -> int:
+        """fsdp_size, or what an explicit strategy makes of -1; -1 where neither says anything."""
+        whole = {"NO_SHARD": 1, "FULL_SHARD": world_size, "SHARD_GRAD_OP": world_size}
+        if self.fsdp_size != -1 or self.sharding_strategy is None:
+            return self.fsdp_size
+        return whole.get(self.sharding_strategy, -1)

@@ -37,6 +37,8 @@ def test_the_defaults_are_right():
         (["actor.ulysses_sequence_parallel_size=3"],
          "actor.ulysses_sequence_parallel_size", ["possible: 1, 2, 4, 8"]),
         (["actor.fsdp.fsdp_size=3"], "actor.fsdp.fsdp_size", ["possible: 1, 2, 4, 8"]),
+        (["actor.fsdp.sharding_strategy=NO_SHARD", "actor.ulysses_sequence_parallel_size=2"],
+         "actor.fsdp.sharding_strategy", ["multiple of sp 2"]),
         (["rollout.tensor_model_parallel_size=3"],
          "rollout.tensor_model_parallel_size", ["8 ranks of a node", "possible: 1, 2, 4, 8"]),
         (["critic.fsdp.fsdp_size=2"], "critic.fsdp.fsdp_size", ["actor.fsdp.fsdp_size (8)"]),
@@ -80,15 +82,20 @@ def test_what_cannot_work_is_named_with_a_way_out(overrides, path, words):
     ("strategy", "size", "reshard", "nodes", "fix"),
     [
         ("FULL_SHARD", -1, True, 1, None),
-        ("FULL_SHARD", -1, True, 2, "fsdp_size=8"),
+        ("FULL_SHARD", -1, True, 2, None),
+        ("FULL_SHARD", 4, True, 2, "fsdp_size=8"),
         ("FULL_SHARD", 8, True, 2, None),
         ("HYBRID_SHARD", -1, True, 2, None),
         ("HYBRID_SHARD", -1, True, 1, "fsdp_size=1 < F < all ranks"),
         ("HYBRID_SHARD", 2, True, 1, None),
-        ("NO_SHARD", -1, True, 1, "fsdp_size=1"),
+        ("NO_SHARD", -1, True, 1, None),
+        ("NO_SHARD", -1, True, 2, None),
         ("NO_SHARD", 1, True, 1, None),
+        ("NO_SHARD", 4, True, 1, "fsdp_size=1"),
         ("SHARD_GRAD_OP", -1, False, 1, None),
-        ("SHARD_GRAD_OP", -1, True, 1, "reshard_after_forward=false"),
+        ("SHARD_GRAD_OP", -1, True, 1, None),
+        ("SHARD_GRAD_OP", 4, True, 2, None),
+        ("SHARD_GRAD_OP", 1, True, 1, "fsdp_size=8"),
         ("FULL_SHARD", -1, False, 1, "reshard_after_forward=true"),
     ],
 )
@@ -104,8 +111,28 @@ def test_an_explicit_strategy_must_be_what_the_sizes_amount_to(strategy, size, r
     assert all(fix in line and "contradicts" in line for line in found)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "size", "reshards"),
+    [
+        ("NO_SHARD", 1, True),
+        ("FULL_SHARD", 16, True),
+        ("SHARD_GRAD_OP", 16, False),
+        ("HYBRID_SHARD", 8, True),
+        (None, 8, True),
+    ],
+)
+def test_a_strategy_alone_decides_what_the_defaults_would(strategy, size, reshards):
+    name = "null" if strategy is None else strategy
+    config = load(f"actor.fsdp.sharding_strategy={name}")
+    dims = config.dims(16, 8)
+    assert (dims.shard_size, config.actor.fsdp.reshards) == (size, reshards)
+    assert check_config(config, world_size=16, ranks_per_node=8) == []
+    for role in config.models.values():  # all follow the actor's
+        assert (role.fsdp.shard_size(16), role.fsdp.reshards) == (dims.fsdp_size, reshards)
+
+
 def test_one_rank_may_be_called_full_shard_or_no_shard():
-    for strategy in ("FULL_SHARD", "NO_SHARD"):
+    for strategy in ("FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"):
         override = f"actor.fsdp.sharding_strategy={strategy}"
         assert problems(override, world_size=1, ranks_per_node=1) == []
 
