@@ -30,7 +30,7 @@ class ParallelDims:
     ranks_per_node: int
     """ranks on each node; equal on all nodes"""
     fsdp_size: int = -1
-    """ranks of one shard group (dp_shard x sp); -1 = a node's on several nodes, else all"""
+    """ranks of one shard group (dp_shard x sp); -1 = open: a node's on several nodes, else all"""
     sp: int = 1
     """ranks that share one sequence (Ulysses)"""
     rollout_tp: int = 1
@@ -77,6 +77,14 @@ class ParallelDims:
         if self.shard_size == self.world_size:
             return "FULL_SHARD"
         return "NO_SHARD" if self.shard_size == 1 else "HYBRID_SHARD"
+
+    def summary(self) -> str:
+        """Both meshes in a line."""
+        return (
+            f"{self.world_size} ranks on {self.nodes} nodes: dp_replicate {self.dp_replicate} x "
+            f"dp_shard {self.dp_shard} x sp {self.sp} ({self.strategy}), "
+            f"rollout_dp {self.rollout_dp} x tp {self.rollout_tp}"
+        )
 
     def problems(self) -> list[str]:
         """Every impossible degree: its name and value first, the rule, then the possible values."""

@@ -5,7 +5,6 @@ over a group. Groups are made in `build_mesh` (those of a reshard in sharding/re
 of checkpoints in sharding/checkpoint/checkpointer.py), by all ranks in the same order.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,8 +27,6 @@ from sharding.groups import (
 )
 
 __all__ = ["Mesh", "MeshError", "ParallelDims", "build_mesh", "init_distributed"]
-
-logger = logging.getLogger(__name__)
 
 
 class MeshError(ValueError):
@@ -143,17 +140,6 @@ def build_mesh(dims: ParallelDims, device: torch.device, *, timeout_s: float | N
     with naming_file_limit():
         mesh = _build(dims, device, timeout)
         dist.barrier(group=mesh.host_group)  # connected now, not in the middle of a step
-    logger.info(
-        "%d ranks on %d nodes: dp_replicate %d x dp_shard %d x sp %d (%s), rollout_dp %d x tp %d",
-        dims.world_size,
-        dims.nodes,
-        dims.dp_replicate,
-        dims.dp_shard,
-        dims.sp,
-        dims.strategy,
-        dims.rollout_dp,
-        dims.rollout_tp,
-    )
     return mesh
 
 

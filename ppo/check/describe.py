@@ -17,8 +17,8 @@ LARGEST = 5
 """items shown of each phase, but for -v"""
 
 
-def mesh_lines(config: Config, dims: ParallelDims) -> Iterator[str]:
-    """The meshes of training and generation."""
+def mesh_lines(config: Config, dims: ParallelDims, reason: str) -> Iterator[str]:
+    """The meshes of training and generation; why shard groups are as large as they are."""
     nodes, ranks = _plural(dims.nodes, "node"), _plural(dims.ranks_per_node, "rank")
     yield f"mesh: {nodes} x {ranks}"
     strategy = dims.strategy
@@ -28,6 +28,8 @@ def mesh_lines(config: Config, dims: ParallelDims) -> Iterator[str]:
         f"  training    dp_replicate {dims.dp_replicate} x dp_shard {dims.dp_shard} x sp {dims.sp}"
         f"   {strategy}, shards over {dims.shard_size} ranks"
     )
+    if reason:
+        yield f"    {reason}"
     yield (
         f"  generation  rollout_dp {dims.rollout_dp} x rollout_tp {dims.rollout_tp}"
         f"   engine {config.planned_engine}"

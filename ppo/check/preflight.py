@@ -22,6 +22,7 @@ from ppo.check.files import (
 from ppo.check.memory_phases import GIB, Phase, Plan, kv_cache, kv_context, phases
 from ppo.check.remedies import remedy
 from ppo.check.rules import check_config
+from ppo.check.shard_size import sized
 from ppo.check.warnings import config_warnings
 from ppo.config import CommandLine, Config, ConfigError, ModelRole, Problem, load_config
 from ppo.model_shapes import ModelShape, find_shape
@@ -64,13 +65,15 @@ def report(config: Config, *, verbose: bool) -> int:
     """
     ranks = config.check.nproc_per_node
     world_size = ranks * config.check.nnodes
-    dims = config.dims(world_size, ranks)
     models = find_models(config)
-    problems = [*models.problems, *check_shapes(config, models.shapes, dims)]
-    lines = [*mesh_lines(config, dims), *batch_lines(config, dims), *models.lines]
-    last = "memory: not checked"
+    dims, plan, reason = config.dims(world_size, ranks), None, ""
     if models.shapes.keys() == config.models.keys():
-        plan = plan_of(config, dims, models.shapes)
+        plan, reason = sized(plan_of(config, dims, models.shapes))
+        dims = plan.dims
+    problems = [*models.problems, *check_shapes(config, models.shapes, dims)]
+    lines = [*mesh_lines(config, dims, reason), *batch_lines(config, dims), *models.lines]
+    last = "memory: not checked"
+    if plan is not None:
         predicted = phases(plan)
         lines += memory_lines(plan, predicted, verbose=verbose)
         last = verdict(plan, predicted)

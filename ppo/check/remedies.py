@@ -13,8 +13,10 @@ from typing import Any
 
 from ppo.check.memory_pass import ITEM_BYTES
 from ppo.check.memory_phases import Plan, kv_cache, kv_context, phases
+from ppo.check.shard_size import sized
 from ppo.config import values_of, with_values
 from ppo.model_shapes import KV_PAGE
+from sharding.dims import divisors
 
 Settings = Mapping[str, Any]
 """values by dotted key"""
@@ -23,10 +25,14 @@ UTILIZATION = "rollout.gpu_memory_utilization"
 
 
 def remedy(plan: Plan) -> str:
-    """What makes all phases fit: few settings that are not made yet, else more ranks."""
+    """What makes all phases fit: few settings that are not made yet, else more ranks.
+
+    Each step of the ladder is tried alone, then with all cheaper ones, of which those that are not
+    needed are left out again.
+    """
     ladder = _ladder(plan)
-    together = [_together(ladder[:number]) for number in range(2, len(ladder) + 1)]
-    for settings in ({}, *ladder, *together):
+    tries = [t for k, step in enumerate(ladder, 1) for t in (step, _together(ladder[:k]))]
+    for settings in ({}, *tries):
         if found := _that_fits(plan, settings):
             return f"it fits with {_in_words(plan, found)}"
     ranks = plan.dims.world_size
@@ -56,15 +62,30 @@ def _ladder(plan: Plan) -> list[Settings]:
     made = values_of(config)
     ladder: list[Settings] = [
         {"model.enable_gradient_checkpointing": True},
+        *_larger_groups(plan),
         *_budgets(plan),
+        *({"rollout.tensor_model_parallel_size": n} for n in _larger(plan, plan.dims.rollout_tp)),
         optimizer,
         {**optimizer, **param},
         {**policy, **no_other},
         {"model.enable_activation_offload": True},
         *({"actor.ulysses_sequence_parallel_size": n} for n in _larger(plan, plan.dims.sp)),
-        *({"rollout.tensor_model_parallel_size": n} for n in _larger(plan, plan.dims.rollout_tp)),
     ]
     return [step for step in ladder if any(made[key] != value for key, value in step.items())]
+
+
+def _larger_groups(plan: Plan) -> Iterator[Settings]:
+    """More ranks that share the parameters: bytes over the network instead of bytes held."""
+    dims, strategy = plan.dims, plan.config.actor.fsdp.sharding_strategy
+    size, wanted = "actor.fsdp.fsdp_size", "actor.fsdp.sharding_strategy"
+    if strategy in (None, "HYBRID_SHARD"):
+        for n in divisors(dims.world_size)[:-1]:
+            if n > dims.shard_size and n % dims.sp == 0:
+                yield {size: n}
+    if strategy is not None:
+        yield {wanted: "FULL_SHARD", size: -1}
+    elif dims.shard_size < dims.world_size:
+        yield {size: dims.world_size}
 
 
 def _larger(plan: Plan, degree: int) -> list[int]:
@@ -135,15 +156,15 @@ def _engine_share(plan: Plan) -> float | None:
 
 
 def _with(plan: Plan, settings: Settings) -> Plan:
-    config = with_values(plan.config, settings)
-    dims = config.dims(plan.dims.world_size, plan.dims.ranks_per_node)
-    return replace(plan, config=config, dims=dims)
+    return _on(replace(plan, config=with_values(plan.config, settings)), plan.dims.world_size)
 
 
 def _on(plan: Plan, ranks: int) -> Plan:
     """The same on more ranks: nodes of eight, unless they are larger."""
-    per_node = max(plan.dims.ranks_per_node, min(8, ranks))
-    return replace(plan, dims=plan.config.dims(ranks, per_node))
+    per_node = plan.dims.ranks_per_node
+    if ranks > plan.dims.world_size:
+        per_node = max(per_node, min(8, ranks))
+    return sized(replace(plan, dims=plan.config.dims(ranks, per_node))).plan
 
 
 def _in_words(plan: Plan, settings: Settings) -> str:

@@ -18,12 +18,18 @@ from pathlib import Path
 import torch
 
 from ppo.check.files import missing_files, wrong_contents
+from ppo.check.memory_phases import Plan
+from ppo.check.preflight import find_models
 from ppo.check.rules import check_config
+from ppo.check.shard_size import sized
 from ppo.check.warnings import config_warnings
 from ppo.config import Config, ConfigError, Problem
 from ppo.errors import InputError
 from ppo.run.run import Run
 from ppo.run.signals import EXIT_INTERRUPTED, stop_with_parent
+from sharding.agree import gather, together
+from sharding.dims import ParallelDims
+from sharding.groups import world
 from sharding.mesh import build_mesh, init_distributed
 
 logger = logging.getLogger(__name__)
@@ -104,6 +110,13 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
+def memory_of(device: torch.device) -> float | None:
+    """Bytes of a device; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def use_expandable_segments() -> None:
     """Have torch's allocator map pages into growing segments, unless PYTORCH_ALLOC_CONF decides it.
 
@@ -115,6 +128,33 @@ def use_expandable_segments() -> None:
     if "expandable_segments" not in settings and "backend" not in settings:
         settings = ",".join([*filter(None, [settings]), "expandable_segments:True"])
         torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def choose_dims(
+    config: Config, launch: Launch, device_bytes: float | None
+) -> tuple[ParallelDims, str]:
+    """Collective: the degrees of this run, the same on every rank, and why shard groups have the
+    size that they have, where the configuration leaves it open.
+
+    device_bytes: memory of this rank's device, None on a CPU. The smallest device counts, and what
+    rank 0 knows of the models: the caches of nodes may differ.
+    """
+    dims, group = config.dims(launch.world_size, launch.ranks_per_node), world()
+    if device_bytes is None or dims.fsdp_size != -1 or dims.nodes == 1:
+        return dims, ""
+    smallest = min(gather(device_bytes, group))
+
+    def choose() -> tuple[ParallelDims, str]:
+        if launch.rank != 0:
+            return dims, ""
+        shapes = find_models(config).shapes
+        if shapes.keys() != config.models.keys():
+            return dims, "actor.fsdp.fsdp_size = -1 is a node's ranks: a model's sizes are unknown"
+        plan = Plan(config=config, dims=dims, shapes=shapes, cuda=True, device_bytes=smallest)
+        chosen, reason = sized(plan)
+        return chosen.dims, reason
+
+    return together(choose, group)[0]
 
 
 @contextmanager
@@ -140,10 +180,13 @@ def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator
         timeout_s=HOST_TIMEOUT_S,
         start_timeout_s=config.trainer.comm_timeout_s,
     ):
-        dims = config.dims(launch.world_size, launch.ranks_per_node)
+        dims, reason = choose_dims(config, launch, memory_of(device))
         mesh = build_mesh(dims, device, timeout_s=config.trainer.comm_timeout_s)
         with Run(config, mesh, command=command, restart_count=launch.restart_count) as run:
+            logger.info("%s", mesh.dims.summary())
             if launch.rank == 0:
+                if reason:
+                    logger.info("%s", reason)
                 for warning in config_warnings(config, world_size=launch.world_size):
                     logger.warning("%s", warning)
             yield run

@@ -99,7 +99,8 @@ class FsdpConfig(Section):
     """null = follows from fsdp_size and reshard_after_forward; the defaults of both give way to it,
     another value that contradicts it is an error"""
     fsdp_size: MayChange[Annotated[int, Bound(ge=1, le=10**6, also=(-1,))]] = -1
-    """ranks of a shard group (dp_shard x sp); -1 = a node's on several nodes, else all"""
+    """ranks of a shard group (dp_shard x sp); -1 = all; on several nodes a node's where that fits
+    by the memory plan, else the smallest larger group that does"""
     reshard_after_forward: MayChange[bool] = True
     """free gathered parameters between forward and backward; false = SHARD_GRAD_OP"""
     forward_prefetch: MayChange[bool] = True

@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 
+from ppo.config import load_config
 from ppo.errors import InputError
-from ppo.run.start import EXIT_CONFIG, Launch, use_expandable_segments
+from ppo.run.start import EXIT_CONFIG, Launch, choose_dims, use_expandable_segments
+from sharding.mesh import init_distributed
 
 ERROR = InputError("configuration: 1 problem\n  rollout.n = 0: must be at least 1")
 
@@ -80,3 +82,24 @@ def test_on_a_gpu_memory_in_the_middle_of_a_segment_is_given_back(allocator_sett
     torch.cuda.empty_cache()
     assert free - torch.cuda.mem_get_info()[0] <= 32 << 20
     assert last.is_cuda
+
+
+def test_a_run_shards_as_the_check_says_by_its_smallest_device():
+    base = ["model.path=Qwen/Qwen2.5-14B-Instruct", "data.train_files=tiny"]
+    launch = Launch(world_size=32, ranks_per_node=8)
+
+    def size(*overrides: str, gib: float | None = 80.0) -> tuple[int, str]:
+        config = load_config(None, [*base, *overrides])
+        memory = None if gib is None else gib * 2**30
+        dims, reason = choose_dims(config, launch, memory)
+        return dims.shard_size, reason.partition("; ")[2]
+
+    with init_distributed(torch.device("cpu")):  # ranks that are not here have nothing to say
+        assert size() == (16, "the smallest larger group that fits")
+        assert size(gib=60) == (32, "the smallest larger group that fits")
+        assert size(gib=None) == (8, "")
+        assert size("actor.fsdp.fsdp_size=8") == (8, "")
+        assert size("actor.fsdp.sharding_strategy=FULL_SHARD") == (32, "")
+        config = load_config(None, ["model.path=nobody/knows", "data.train_files=tiny"])
+        dims, reason = choose_dims(config, launch, 80 * 2**30)
+        assert dims.shard_size == 8 and "sizes are unknown" in reason
