@@ -87,7 +87,8 @@ class Tracker:
         aside = None
         if alien or (keep and (len(kept) < len(rows) or later)):
             aside = new_numbered(self._folder, "old")
-            shutil.copy2(file, aside)
+            if file.exists():
+                shutil.copy2(file, aside)
             what = f"metrics and samples after step {last}"
             if alien:
                 what = (

@@ -89,6 +89,15 @@ def test_what_a_run_that_goes_back_forgets_is_set_aside(tmp_path, caplog) -> Non
     assert not (tmp_path / "old2").exists()
 
 
+def test_a_run_without_metrics_jsonl_goes_back_too(tmp_path) -> None:
+    leave(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    with tracker_of(tmp_path, "console") as tracker:
+        tracker.truncate(1, keep=True)
+    kept = sorted(path.name for path in (tmp_path / "old1" / "samples").iterdir())
+    assert kept == ["train_00000002.jsonl", "train_00000003.jsonl"]
+
+
 def test_half_a_surrogate_pair_in_a_sample_costs_nothing(tmp_path) -> None:
     sample = {"prompt": "p", "response": "half \ud83d", "ground_truth": "é", "score": 1.0}
     with tracker_of(tmp_path, "tensorboard") as tracker:
