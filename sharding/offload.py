@@ -5,22 +5,24 @@ same, so that FSDP2, optimizers and checkpoints keep their references: while a t
 its data are in host memory (readable and writable there), and its device memory is free. Tensors
 that live on the host anyway (device cpu, FSDP2's CPUOffloadPolicy) are left alone. Must not know
 when anything is needed.
+
+A tensor keeps its host memory while it is on the device: what was not changed there goes to rest
+without a copy, and a checkpoint that is being written may read it until the next update (`lend`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sharding.fsdp import reshard
-
-BLOCK_BYTES = 1 << 30
-"""Pinned memory is taken in blocks, since torch rounds every request up to a power of two."""
-_ALIGNMENT = 512
+from sharding.host_memory import HostBlocks
 
 
 class _Parked(NamedTuple):
@@ -37,20 +39,33 @@ class _Parked(NamedTuple):
 
 
 class _Place:
-    """Where the tensors of one owner are, and its host memory, which is kept for the next time."""
+    """Where the tensors of one owner are, and its host memory, which each of them keeps."""
 
     def __init__(self) -> None:
         self.rests = False
         self.parked: list[_Parked] = []
-        self._spare: dict[int, list[Tensor]] = {}
-        self._block = torch.empty(0, dtype=torch.uint8)
-        self._used = 0  # bytes of the block
+        self.readers: list[Future[Any]] = []
+        """of host memory; it is not written to before they are done"""
+        self._hosts = WeakTensorKeyDictionary()
+        self._blocks = HostBlocks()
 
-    def park(self, tensors: Sequence[Tensor]) -> None:
-        """Copy to the host, free the device storages. Returns when both are done."""
+    def park(self, tensors: Sequence[Tensor], *, changed: bool = True) -> None:
+        """Copy to the host, free the device storages. Returns when both are done.
+
+        changed: false where nothing was written to since `restore`: only new tensors are copied.
+        """
         self.rests = True
-        total = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-        moved = [self._copy(tensor, min(BLOCK_BYTES, total)) for tensor in tensors]
+        if changed:
+            wait(self.readers)  # errors are for whoever started them
+            self.readers.clear()
+        new = self._take_memory([tensor for tensor in tensors if tensor not in self._hosts])
+        moved = [
+            _Parked(tensor, tensor.data, _num_bytes(tensor), self._hosts[tensor])
+            for tensor in tensors
+        ]
+        for p in moved:
+            if changed or id(p.tensor) in new:
+                p.host.copy_(_bytes(p.tensor, p.num_bytes), non_blocking=True)
         if any(p.on_device.is_cuda for p in moved):
             torch.cuda.current_stream(moved[0].on_device.device).synchronize()
         for p in moved:
@@ -60,13 +75,14 @@ class _Place:
 
     def park_new(self, tensors: Iterable[Tensor]) -> None:
         """Free the device storage of each tensor as it comes; on the host it is zero."""
-        hollow = []
+        hollow, sizes = [], []
         for tensor in tensors:
-            hollow.append((tensor, tensor.data, tensor.untyped_storage().nbytes()))
+            hollow.append(tensor)
+            sizes.append(_num_bytes(tensor))
             tensor.untyped_storage().resize_(0)
-        block_bytes = min(BLOCK_BYTES, sum(num_bytes for _, _, num_bytes in hollow))
-        for tensor, on_device, num_bytes in hollow:
-            host = self._take(num_bytes, block_bytes, pinned=on_device.is_cuda).zero_()
+        self._take_memory(hollow, sizes)
+        for tensor, num_bytes in zip(hollow, sizes, strict=True):
+            host, on_device = self._hosts[tensor].zero_(), tensor.data
             tensor.data = _typed(host, on_device)
             self.parked.append(_Parked(tensor, on_device, num_bytes, host))
 
@@ -77,24 +93,15 @@ class _Place:
             p.on_device.untyped_storage().resize_(p.num_bytes)
             _bytes(p.on_device, p.num_bytes).copy_(p.host, non_blocking=True)
             p.tensor.data = p.on_device
-            self._spare.setdefault(p.num_bytes, []).append(p.host)
         self.parked.clear()
 
-    def _copy(self, tensor: Tensor, block_bytes: int) -> _Parked:
-        num_bytes = tensor.untyped_storage().nbytes()
-        spare = self._spare.get(num_bytes)
-        host = spare.pop() if spare else self._take(num_bytes, block_bytes, pinned=tensor.is_cuda)
-        host.copy_(_bytes(tensor, num_bytes), non_blocking=True)
-        return _Parked(tensor, tensor.data, num_bytes, host)
-
-    def _take(self, num_bytes: int, block_bytes: int, *, pinned: bool) -> Tensor:
-        """[num_bytes] uint8 of the block, or of a new one where it is full."""
-        start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-        if start + num_bytes > len(self._block):
-            size, start = max(num_bytes, block_bytes), 0
-            self._block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        self._used = start + num_bytes
-        return self._block[start : self._used]
+    def _take_memory(self, tensors: Sequence[Tensor], sizes: Sequence[int] = ()) -> set[int]:
+        """Host memory for tensors that have none (`sizes`: where they are hollow); their ids."""
+        sizes = sizes or [_num_bytes(tensor) for tensor in tensors]
+        pinned = any(tensor.is_cuda for tensor in tensors)
+        for tensor, host in zip(tensors, self._blocks.take(sizes, pinned=pinned), strict=True):
+            self._hosts[tensor] = host
+        return {id(tensor) for tensor in tensors}
 
 
 # By owner, and gone with it. It is here and not in the hands of callers because whoever meets the
@@ -110,13 +117,16 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def offload_module(module: nn.Module) -> None:
+def offload_module(module: nn.Module, *, changed: bool = True) -> None:
     """Parameters and gradients of an FSDP2 (or plain) module to the host.
 
     Gathered FSDP2 units are freed first: only this rank's shards move.
+
+    changed: false = nothing has written to parameters since `reload_module`, so that the host has
+    their values already.
     """
     reshard(module)
-    _park(module, _module_tensors(module))
+    _park(module, _module_tensors(module), changed=changed)
 
 
 def reload_module(module: nn.Module, device: torch.device) -> None:
@@ -164,9 +174,25 @@ def home_device(module: nn.Module, parameter: Tensor) -> torch.device:
     return next((p.on_device.device for p in parked if p.tensor is local), local.device)
 
 
-def _park(owner: nn.Module | Optimizer, tensors: Iterator[Tensor]) -> None:
+def host_storages(owner: nn.Module | Optimizer) -> set[int]:
+    """Addresses of the host storages that what is offloaded lies in."""
+    parked = _PLACES[owner].parked if owner in _PLACES else []
+    return {p.host.untyped_storage().data_ptr() for p in parked}
+
+
+def lend(owner: nn.Module | Optimizer, until: Future[Any]) -> None:
+    """Keep what is offloaded as it is on the host until that is done, for whoever reads it there.
+
+    It may be reloaded, changed and freed on the device; `offload_*` waits before it copies back.
+    """
+    if owner in _PLACES:
+        place = _PLACES[owner]
+        place.readers = [reader for reader in place.readers if not reader.done()] + [until]
+
+
+def _park(owner: nn.Module | Optimizer, tensors: Iterator[Tensor], *, changed: bool = True) -> None:
     place = _PLACES.setdefault(owner, _Place())
-    place.park([tensor for tensor in tensors if _is_on_device(tensor)])
+    place.park([tensor for tensor in tensors if _is_on_device(tensor)], changed=changed)
 
 
 def _restore(owner: nn.Module | Optimizer, device: torch.device) -> None:
@@ -197,6 +223,11 @@ def _optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
 def _local(tensor: Tensor) -> Tensor:
     """The tensor that owns the data; to_local() would be another object that shares them."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Of the tensor's storage, padding included."""
+    return tensor.untyped_storage().nbytes()
 
 
 def _bytes(tensor: Tensor, num_bytes: int) -> Tensor:

@@ -133,7 +133,25 @@ def host_bytes(plan: Plan) -> list[Item]:
             items.append(Item(f"{model.name} gradients", ranks * params * model.master))
     for model in plan.models(trained=False) if plan.cuda else []:
         items.append(Item(f"{model.name} parameters", ranks * model.shard_params * model.compute))
+    items += [_saved_copy(plan, model) for model in plan.models(trained=True)]
     return _drop(items)
+
+
+def _saved_copy(plan: Plan, model: ShardedModel) -> Item:
+    """Of weights and moments while a checkpoint is written; what rests on the host is not copied.
+
+    One of the replicas of a shard writes it.
+    """
+    config, fsdp = plan.config, model.fsdp
+    number = 0 if plan.cuda and fsdp.param_offload and not fsdp.offload_policy else 1
+    rests = plan.cuda and fsdp.optimizer_offload and not fsdp.offload_policy
+    if model.name in config.saving("optimizer") and not rests:
+        number += 2
+    if not config.trainer.async_save or config.trainer.save_freq < 0:
+        number = 0
+    ranks = plan.dims.ranks_per_node / plan.dims.dp_replicate
+    size = ranks * model.shard_params * number * model.master
+    return Item(f"{model.name} copy, to save it asynchronously", size)
 
 
 def kv_cache(plan: Plan) -> tuple[int, float]:

@@ -38,13 +38,14 @@ class Model:
 
     @contextmanager
     def on_device(self) -> Iterator[nn.Module]:
-        """Bring parameters that rest on the host to the device, and send them back afterwards."""
+        """Bring parameters that rest on the host to the device, for use and not for change."""
         if self.param_offload:
             reload_module(self.module, self.device)
         try:
             yield self.module
         finally:
-            self.rest()
+            if self.param_offload:
+                offload_module(self.module, changed=False)
 
     def rest(self) -> None:
         """Send to the host what rests there between uses."""
@@ -66,15 +67,17 @@ class Learner(Model):
 
     @contextmanager
     def updating(self) -> Iterator[nn.Module]:
-        """As `on_device`, with the optimizer state, in training mode."""
-        with self.on_device() as module:
-            if self.optimizer_offload:
-                reload_optimizer(self.optimizer, self.device)
-            module.train()
-            try:
-                yield module
-            finally:
-                module.eval()
+        """Parameters and optimizer state on the device, in training mode; they rest afterwards."""
+        if self.param_offload:
+            reload_module(self.module, self.device)
+        if self.optimizer_offload:
+            reload_optimizer(self.optimizer, self.device)
+        self.module.train()
+        try:
+            yield self.module
+        finally:
+            self.module.eval()
+            self.rest()
 
     def rest(self) -> None:
         """Send to the host what rests there between uses."""

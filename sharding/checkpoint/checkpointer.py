@@ -33,6 +33,7 @@ from sharding.checkpoint.writer import CheckpointWriter, Job
 from sharding.fsdp import reshard
 from sharding.groups import new_group
 from sharding.mesh import Mesh
+from sharding.offload import host_storages, lend
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,8 @@ class Checkpointer:
         """
         Args:
             folder: of the checkpoints; made when missing, on a file system that all ranks see.
-            async_save: `save` returns when tensors are copied to the host, and a thread writes.
+            async_save: `save` returns when what is on a device is copied to the host, and a
+                thread writes; what rests on the host (sharding/offload.py) is not copied.
             max_to_keep: newest checkpoints to keep; None = all.
             keep_best: name of a metric; the one with its highest value is kept besides.
             assets: objects with save_pretrained(folder), such as a tokenizer; and files.
@@ -98,7 +100,7 @@ class Checkpointer:
         self._pending: Future[Saved] | None = None
         self._failure: CheckpointError | None = None
         self._saved_step = 0
-        self._staging: dict[str, Tensor] = {}
+        self._staging = tensors.Staging()
         self._verified: set[Path] = set()
 
     def __enter__(self) -> "Checkpointer":
@@ -141,21 +143,23 @@ class Checkpointer:
         self._verified.clear()
         for module in models.values():
             reshard(module)
-        rank = self._mesh.rank
         table = {
             **tensors.model_tensors(models),
             **tensors.optimizer_tensors(models, optimizers),
-            **tensors.rng_tensors(rank),
         }
+        table = tensors.written_here(table, self._mesh) | tensors.rng_tensors(self._mesh.rank)
         train_state = {
             "step": step,
             "world_size": self._mesh.dims.world_size,
             "optimizers": tensors.optimizer_groups(models, optimizers),
             "state": state,
         }
-        documents = self._assets | _model_configs(models) if rank == 0 else {}
+        documents = self._assets | _model_configs(models) if self._mesh.rank == 0 else {}
+        owners = [*models.values(), *optimizers.values()]
         if self._async:
-            table = tensors.stage(table, self._staging)
+            # what rests on the host is written from there: no update may change it meanwhile
+            resting = set().union(*map(host_storages, owners))
+            table = self._staging.copies(table, resting=resting)
         job = Job(
             step=step,
             table=table,
@@ -165,6 +169,8 @@ class Checkpointer:
         )
         if self._async:
             self._pending = self._thread.submit(self._write, job)
+            for owner in owners:
+                lend(owner, self._pending)
         else:
             self._note(self._write(job))
 

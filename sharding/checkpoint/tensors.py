@@ -2,10 +2,10 @@
 
 Owns the names in a checkpoint: `model.NAME.PARAMETER`, `optimizer.NAME.PARAMETER.STATE`,
 `rng.RANK.DEVICE`. Every entry is a tensor, so that nothing has to be unpickled; numbers of the
-optimizers' parameter groups are JSON. Must not know files or ranks other than its own.
+optimizers' parameter groups are JSON. Must not know files.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sharding.checkpoint.files import CheckpointError
+from sharding.host_memory import HostBlocks
+from sharding.mesh import Mesh
 from sharding.offload import home_device, new_state
 
 _IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
@@ -158,30 +160,68 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def stage(table: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of all tensors in host memory, sharded as before.
+def written_here(table: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Of what every rank has, the part that this one writes: each replica writes some tensors.
 
-    `buffers` (by name; pinned where the source is on a device) is filled, and reused by the next
-    call. Returns when the copies are complete.
+    The same table on every rank. Torch would pick the writer of each shard too, but only once all
+    have copied all of it.
     """
-    staged = {}
+    loads = [0] * mesh.dims.dp_replicate
+    mine = {}
     for name, tensor in table.items():
-        local = local_part(tensor).detach()
-        host = buffers.get(name)
-        if host is None or host.shape != local.shape or host.dtype != local.dtype:
-            host = torch.empty(
-                local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda
-            )
-            buffers[name] = host
-        host.copy_(local, non_blocking=True)
-        staged[name] = (
-            DTensor(host, tensor._spec, requires_grad=False)  # pyright: ignore
-            if isinstance(tensor, DTensor)
-            else host
-        )
-    if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
-    return staged
+        writer = loads.index(min(loads))
+        if isinstance(tensor, DTensor):
+            loads[writer] += tensor.numel() * tensor.element_size()
+            if writer == mesh.replicate_rank:
+                mine[name] = tensor
+        elif mesh.rank == 0:
+            mine[name] = tensor
+    return mine
+
+
+class Staging:
+    """Copies in host memory of what a save writes; the memory is kept for the next save."""
+
+    def __init__(self) -> None:
+        self._blocks = HostBlocks()
+        self._buffers: dict[str, Tensor] = {}
+
+    def copies(self, table: Mapping[str, Tensor], *, resting: Set[int]) -> dict[str, Tensor]:
+        """The tensors, sharded as before, as they are now. Returns when they are complete.
+
+        resting: storages of the host, by address, whose tensors are taken as they are.
+        """
+        local = {name: local_part(tensor).detach() for name, tensor in table.items()}
+        away = {
+            name: tensor
+            for name, tensor in local.items()
+            if tensor.untyped_storage().data_ptr() not in resting
+        }
+        self._take_memory(away)
+        for name, tensor in away.items():
+            host = self._buffers[name].view(tensor.dtype).view(tensor.shape)
+            local[name] = host.copy_(tensor, non_blocking=True)
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        return {name: _sharded_as(tensor, local[name]) for name, tensor in table.items()}
+
+    def _take_memory(self, tensors: Mapping[str, Tensor]) -> None:
+        """Buffers for those that have none of their size."""
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        new = {n: size for n, size in sizes.items() if _size(self._buffers.get(n)) != size}
+        pinned = any(tensor.is_cuda for tensor in tensors.values())
+        pieces = self._blocks.take([*new.values()], pinned=pinned)
+        self._buffers |= dict(zip(new, pieces, strict=True))
+
+
+def _size(buffer: Tensor | None) -> int | None:
+    return None if buffer is None else len(buffer)
+
+
+def _sharded_as(tensor: Tensor, local: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor(local, tensor._spec, requires_grad=False)  # pyright: ignore
 
 
 def _parameters(

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from sharding.agree import gather, raise_everywhere, together
 from sharding.checkpoint import files as files
@@ -42,6 +41,7 @@ class Job:
 
     step: int
     table: dict[str, Tensor]
+    """what this rank writes"""
     train_state: str
     """JSON"""
     documents: dict[str, bytes]
@@ -83,14 +83,9 @@ class CheckpointWriter:
             logger.info("wrote checkpoint %s: %.3f GiB, %.1f s", path, num_bytes / 2**30, took)
 
     def _total_bytes(self, job: Job) -> int:
-        """Bytes of all ranks' tensors, replicas once."""
-        mine = 0
-        for tensor in job.table.values():
-            local = local_part(tensor)
-            copies = self.mesh.dims.dp_replicate if isinstance(tensor, DTensor) else 1
-            if isinstance(tensor, DTensor) or self.mesh.rank == 0:
-                mine += local.numel() * local.element_size() // copies
-        total = torch.tensor(mine)
+        """Bytes of all ranks' tensors."""
+        local = (local_part(tensor) for tensor in job.table.values())
+        total = torch.tensor(sum(tensor.numel() * tensor.element_size() for tensor in local))
         dist.all_reduce(total, group=self.group)
         return int(total)
 

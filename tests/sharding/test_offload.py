@@ -1,5 +1,7 @@
 """Offload: same tensors before and after, readable on the host in between, device memory freed."""
 
+import threading
+from concurrent.futures import Future
 from typing import cast
 
 import pytest
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sharding import offload
+from sharding import host_memory
 from sharding.fsdp import shard_model
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
 from sharding.offload import (
@@ -17,12 +19,16 @@ from sharding.offload import (
     _optimizer_tensors,
     _Place,
     home_device,
+    host_storages,
+    lend,
+    new_state,
     offload_module,
     offload_optimizer,
     reload_module,
     reload_optimizer,
 )
 from tests.distributed import run_distributed
+from tests.fake_device import fake_device
 from tests.sharding.models import VOCAB, tiny_llama
 
 CPU = torch.device("cpu")
@@ -95,26 +101,89 @@ def test_what_is_written_while_it_rests_comes_back_with_it():
     weight.add_(10)
     place.restore()
     assert alias.tolist() == [[11.0, 12.0], [14.0, 15.0]]
-    host = place._spare[24][0]
+    host = place._hosts[weight]
     place.park([weight])
     assert place.parked[0].host is host  # host memory is used again
 
 
+def test_what_was_not_changed_on_the_device_goes_to_rest_without_a_copy():
+    """Of two tensors of one size each has its own values again, though none are copied."""
+    tensors, place = [torch.full((5,), value) for value in (1.0, 2.0)], _Place()
+    place.park(tensors)
+    place.restore()
+    tensors.reverse()
+    fresh = torch.full((5,), 3.0)
+    with torch.no_grad():
+        tensors[0].fill_(9.0)  # against the rule, which shows that it is not copied
+    place.park([*tensors, fresh], changed=False)
+    assert [tensor[0].item() for tensor in (*tensors, fresh)] == [2.0, 1.0, 3.0]
+    place.restore()
+    with torch.no_grad():
+        tensors[0].fill_(9.0)
+    place.park([*tensors, fresh])
+    assert [tensor[0].item() for tensor in (*tensors, fresh)] == [9.0, 1.0, 3.0]
+
+
+def test_state_that_is_made_at_rest_is_zero_and_never_on_the_device_together():
+    with fake_device():
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([weight])
+        [here] = new_state(optimizer, [torch.ones(3)])  # it does not rest
+        assert here.tolist() == [1.0, 1.0, 1.0]
+        offload_optimizer(optimizer)
+        made: list[Tensor] = []
+
+        def makers():
+            for _ in range(3):
+                assert all(tensor.untyped_storage().nbytes() == 0 for tensor in made)
+                made.append(torch.ones(3))
+                yield made[-1]
+
+        state = new_state(optimizer, makers())
+        assert [tensor.tolist() for tensor in state] == [[0.0, 0.0, 0.0]] * 3
+        optimizer.state[weight] = dict(zip("abc", state, strict=True))
+        state[1].fill_(2.0)
+        reload_optimizer(optimizer, CPU)
+        assert [tensor[0].item() for tensor in state] == [0.0, 2.0, 0.0]
+        assert not host_storages(optimizer)
+
+
+def test_what_a_reader_has_is_changed_on_the_device_and_copied_back_when_it_is_done():
+    with fake_device():
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        offload_module(model)
+        seen, reader = model.weight.detach(), Future()
+        assert seen.untyped_storage().data_ptr() in host_storages(model)
+        lend(model, reader)
+        for _ in range(2):  # forward passes: nothing to wait for
+            reload_module(model, CPU)
+            offload_module(model, changed=False)
+        reload_module(model, CPU)
+        nn.init.zeros_(model.weight)
+        update = threading.Thread(target=offload_module, args=(model,))
+        update.start()
+        update.join(0.1)
+        assert update.is_alive() and seen.tolist() == [[1.0, 1.0]]
+        reader.set_exception(OSError("the disk is full"))
+        update.join()
+        assert model.weight.tolist() == seen.tolist() == [[0.0, 0.0]]
+
+
 def test_host_memory_is_taken_in_blocks_and_used_again(monkeypatch):
-    monkeypatch.setattr(offload, "BLOCK_BYTES", 2048)
-    tensors, place = [torch.full((n,), float(n)) for n in (100, 3, 700, 300)], _Place()
+    monkeypatch.setattr(host_memory, "BLOCK_BYTES", 2048)
+    tensors, place = [torch.full((n,), float(n)) for n in (100, 3, 700, 250)], _Place()
     copies = [tensor.clone() for tensor in tensors]
     for _ in range(2):
         place.park(tensors)
         hosts = [parked.host for parked in place.parked]
         assert all(torch.equal(t, copy) for t, copy in zip(tensors, copies, strict=True))
-        assert [host.storage_offset() for host in hosts] == [0, 512, 0, 0]
-        # 400 and 12 bytes share a block, 2800 bytes are more than one, 1200 need a new one
-        assert [host.untyped_storage().nbytes() for host in hosts] == [2048, 2048, 2800, 2048]
+        assert [host.storage_offset() for host in hosts] == [0, 512, 0, 1024]
+        # 400, 12 and 1000 bytes share a block, 2800 bytes are more than one
+        assert [host.untyped_storage().nbytes() for host in hosts] == [2048, 2048, 4096, 2048]
         place.restore()
         assert all(torch.equal(t, copy) for t, copy in zip(tensors, copies, strict=True))
-    again = {id(host) for spare in place._spare.values() for host in spare}
-    assert again == {id(host) for host in hosts}
+    assert [place._hosts[tensor] for tensor in tensors] == hosts
 
 
 def test_tensors_of_the_host_are_left_alone():

@@ -246,6 +246,28 @@ def test_static_memory_is_sixteen_bytes_a_parameter_over_the_shards():
     assert item(offloaded, "train actor", "actor Adam moments") > 0
 
 
+def test_the_host_holds_a_copy_of_what_is_saved_asynchronously_once_a_shard():
+    def copies(*overrides: str, nodes: int = 1) -> dict[str, float]:
+        made = plan(*overrides, model="Qwen/Qwen2.5-7B-Instruct", nodes=nodes)
+        name = " copy, to save it asynchronously"
+        items = [item for item in host_bytes(made) if item.name.endswith(name)]
+        return {item.name.removesuffix(name): item.bytes for item in items}
+
+    actor = 7_615_616_512
+    critic = actor - 152_064 * 3584 + 3584
+    whole = copies()
+    assert whole == {"actor": pytest.approx(12 * actor), "critic": pytest.approx(12 * critic)}
+    assert copies(nodes=2) == {n: pytest.approx(size / 2) for n, size in whole.items()}
+    assert copies("actor.fsdp.fsdp_size=16", nodes=2) == copies(nodes=2)
+    rests = copies("actor.fsdp.optimizer_offload=true", "critic.checkpoint.save_contents=[model]")
+    assert rests == {"actor": pytest.approx(4 * actor), "critic": pytest.approx(4 * critic)}
+    assert copies("actor.fsdp.offload_policy=true") == whole  # updates change that in place
+    assert "actor" not in copies(
+        "actor.fsdp.optimizer_offload=true", "actor.fsdp.param_offload=true"
+    )
+    assert not copies("trainer.async_save=false") and not copies("trainer.save_freq=-1")
+
+
 def test_hybrid_sharding_holds_a_nodes_share():
     hybrid, full = plan(nodes=2), plan("actor.fsdp.fsdp_size=16", nodes=2)
     assert item(hybrid, "train actor", "gradients") == 2 * item(full, "train actor", "gradients")

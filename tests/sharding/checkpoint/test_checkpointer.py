@@ -6,6 +6,7 @@ import os
 import pickle
 import resource
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,17 @@ from sharding.checkpoint import Checkpointer, CheckpointError
 from sharding.checkpoint import writer as checkpoint_writer
 from sharding.checkpoint.files import read_manifest
 from sharding.checkpoint.folder import list_checkpoints
+from sharding.checkpoint.tensors import (
+    local_part,
+    model_tensors,
+    optimizer_tensors,
+    written_here,
+)
 from sharding.fsdp import shard_model
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from sharding.offload import offload_module, offload_optimizer, reload_module, reload_optimizer
 from tests.distributed import run_distributed
+from tests.fake_device import fake_device
 from tests.sharding.models import VOCAB, tiny_llama
 
 CPU = torch.device("cpu")
@@ -165,7 +173,18 @@ def _round_trip(checkpointer: Checkpointer, mesh: Mesh, learner: Learner) -> Non
 def _save_replicated(
     original: Checkpointer, replicated: Mesh, learner: Learner, mesh: Mesh, saved: dict[str, Tensor]
 ) -> None:
-    """HYBRID_SHARD and NO_SHARD write every tensor once, and load where shards are permuted."""
+    """HYBRID_SHARD and NO_SHARD write every tensor once, and load where shards are permuted.
+
+    What a rank does not write it does not copy: replicas share the work.
+    """
+    names = {"actor": learner[0]}
+    table = model_tensors(names) | optimizer_tensors(names, {"actor": learner[1]})
+    mine = written_here(table, replicated).values()
+    num_bytes = torch.tensor([sum(local_part(t).nbytes for t in mine)] * 2)
+    dist.all_reduce(num_bytes[:1])
+    dist.all_reduce(num_bytes[1:], dist.ReduceOp.MAX)
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in table.values())
+    assert num_bytes[0] == whole and num_bytes[1] < 1.2 * whole / 4
     folder = original.folder.with_name(f"replicated_{replicated.dims.shard_size}")
     checkpointer = Checkpointer(folder, replicated, async_save=False)
     checkpointer.save(2, {"actor": learner[0]}, {"actor": learner[1]}, {"kl": 0.1, "step": 2})
@@ -333,6 +352,45 @@ def test_weights_and_moments_take_the_dtype_of_the_model_that_they_are_loaded_in
             assert optimizers[1].state[new]["step"].dtype == torch.float32
         second(torch.ones(3, dtype=torch.bfloat16)).sum().backward()
         optimizers[1].step()
+
+
+def test_what_rests_on_the_host_is_written_from_there_and_the_next_update_waits_for_it(
+    tmp_path, monkeypatch
+):
+    gate, write = threading.Event(), checkpoint_writer.CheckpointWriter._write_tensors
+
+    def slow_write(*args: Any) -> Any:
+        assert gate.wait(60)
+        return write(*args)
+
+    def rest(learner: Learner) -> None:
+        offload_module(learner[0])
+        offload_optimizer(learner[1])
+
+    monkeypatch.setattr(checkpoint_writer.CheckpointWriter, "_write_tensors", slow_write)
+    with init_distributed(CPU), fake_device():
+        mesh = _mesh(1)
+        learner = _learner(mesh)
+        model, optimizer = learner
+        _train(learner, 0, 1)
+        rest(learner)
+        saved = _values(learner)
+        with Checkpointer(tmp_path, mesh) as checkpointer:
+            checkpointer.save(1, {"actor": model}, {"actor": optimizer}, {})
+            assert checkpointer._staging._buffers.keys() == {"rng.0.cpu"}
+            reload_module(model, CPU)
+            reload_optimizer(optimizer, CPU)
+            _train(learner, 1, 1)
+            end_of_update = threading.Thread(target=rest, args=(learner,))
+            end_of_update.start()
+            end_of_update.join(0.1)
+            assert end_of_update.is_alive()
+            gate.set()
+            end_of_update.join()
+            path = checkpointer.latest()
+            assert path is not None
+            _assert_same(_values(_load(checkpointer, mesh, path)[0]), saved)
+        assert any(not torch.equal(new, saved[n]) for n, new in _values(learner).items())
 
 
 @pytest.mark.gpu
