@@ -27,7 +27,7 @@ from ppo.models.build import build_causal_lm, vocabulary_of
 from ppo.models.folder import model_folder
 from ppo.models.learner import Model
 from ppo.rollout.collector import open_collector
-from ppo.rollout.samples import Summary, summarise, write_samples
+from ppo.rollout.samples import summarise, write_samples
 from ppo.rollout.scoring import build_scorer, open_rewards
 from ppo.rollout.validation import sample_and_score
 from ppo.run.run import Run
@@ -100,7 +100,7 @@ def load_evaluation(options: Options, check: Callable[[Config], list[Problem]]) 
     return replace(config, data=replace(config.data, train_max_samples=limit))
 
 
-def evaluate(config: Config, run: Run, options: Options) -> dict[str, Summary]:
+def evaluate(config: Config, run: Run, options: Options) -> None:
     """Generate, score, log one line per data source and write the samples. Collective.
 
     When too many rewards fail, the samples are written all the same, each with its failure.
@@ -128,11 +128,9 @@ def evaluate(config: Config, run: Run, options: Options) -> dict[str, Summary]:
         run.begin()
         everything = list(prompts.all())
         rows = sample_and_score(collector, scorer, everything, step=0, keep=keep)
-    summaries = summarise(rows, pass_score=options.pass_score)
-    if run.mesh.rank == 0:
-        for source, summary in summaries.items():
+    if rows is not None:
+        for source, summary in summarise(rows, pass_score=options.pass_score).items():
             logger.info("%s: %s", source, summary)
-    return summaries
 
 
 def _load_actor(config: Config, run: Run, checkpoint: Path | None, num_ids: int) -> Model:

@@ -6,16 +6,17 @@
 One iteration, on every rank, in this order (the numbers of the README's figure):
 
     1 generate    the engine gets the actor's weights, samples, and gives its memory back
-    2 score       rewards; a sample whose reward failed is masked out
+    2 score       rewards; a sample whose reward failed is masked out; each rank gets its rows
     3 log-probs   old (actor) and ref log-probs, values (critic): forward passes only
-    4 advantages  KL penalty in the reward, then GAE, GRPO, ..., over the whole batch
+    4 advantages  KL penalty in the reward, then GAE, GRPO, ..., with statistics of all ranks
     5 critic      mini-batches -> micro-batches -> one optimizer step each
     6 actor       the same, with the clipped policy loss
     7 finish      log, maybe validate, maybe save
 
-Every rank holds the whole rollout batch on its host, so steps 2 and 4 give the same numbers
-everywhere; only forward and backward passes run on a rank's share. Everything that must survive a
-restart is in TrainState: sampling noise, shuffles and schedules are functions of (seed, step).
+A sample is scored where it was made; then every rank knows the lengths and scores of all, and holds
+the tokens of its own rows alone. No result depends on which rank has which. Everything that must
+survive a restart is in TrainState: sampling noise, shuffles and schedules are functions of (seed,
+step).
 """
 
 import logging
@@ -24,10 +25,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
+from torch.distributed import ProcessGroup
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppo.advantages import masked_mean
-from ppo.batch import RolloutBatch
+from ppo.batch.packing import Batcher, Batchers, make_batchers
+from ppo.batch.samples import RolloutBatch, Samples
+from ppo.batch.shares import overview_of, owners_of, share_out
 from ppo.check.preflight import run_check
 from ppo.config import Config, load_config, parse_args
 from ppo.data.prompts import load_prompts, total_steps_of
@@ -40,7 +44,6 @@ from ppo.metrics import Metrics
 from ppo.models.build import vocabulary_of
 from ppo.models.folder import model_folder
 from ppo.models.roles import Models, build_models
-from ppo.packing import Batchers, make_batchers
 from ppo.rollout.collector import open_collector
 from ppo.rollout.samples import kept_on_failure, log_samples
 from ppo.rollout.scoring import build_scorer, open_rewards
@@ -130,16 +133,18 @@ def train(config: Config, run: Run) -> None:
             with metrics.timed("step"):
                 # 1 generate: weights go to the engine, whose memory comes back afterwards
                 with metrics.timed("gen"), collector.awake(metrics):
-                    batch = collector.sample_training(sampler.next_batch(), metrics, step)
-                # 2 score
-                kept = kept_on_failure(tracker, scorer, batch, step)
+                    samples = collector.sample_training(sampler.next_batch(), metrics, step)
+                # 2 score, and give every rank the rows that it computes with
+                kept = kept_on_failure(tracker, scorer, samples, step)
                 with metrics.timed("reward"), kept:
-                    scorer.score(batch, metrics)
+                    scorer.score(samples, metrics)
+                batch = first_layout(samples, config, batchers.actor, step)
                 # 3 log-probs and values
                 add_logprobs_and_values(batch, models, batchers, config, run, metrics, step)
                 # 4 advantages
                 with metrics.timed("adv"):
-                    add_advantages(batch, config, state.kl_controller, metrics)
+                    ranks = run.mesh.dp_group
+                    add_advantages(batch, config, state.kl_controller, metrics, ranks)
                 # 5 critic
                 if critic is not None:
                     with metrics.timed("update_critic"):
@@ -160,7 +165,7 @@ def train(config: Config, run: Run) -> None:
             values |= perf_metrics(values, batch, models.actor, models.critic, config, run.mesh)
             alarm.check(step, values)
             tracker.log(step, values)
-            log_samples(tracker, scorer, batch, step)
+            log_samples(tracker, scorer, samples, batch.all, step)
             metrics = Metrics(run.mesh.device)  # the save's time goes into the next row
             if due(step, config.trainer.save_freq, total_steps):
                 save(metrics, values)
@@ -172,6 +177,14 @@ def due(step: int, every: int, last: int) -> bool:
     """Whether something that happens every so many steps is due: at last too; 0 = then only, -1 =
     never."""
     return every >= 0 and (step == last or (every > 0 and step % every == 0))
+
+
+def first_layout(samples: Samples, config: Config, batcher: Batcher, step: int) -> RolloutBatch:
+    """Each rank's rows: equal parts of every mini-batch of the actor's first epoch. Collective."""
+    overview, holders = overview_of(samples, batcher.mesh)
+    parts = epoch_mini_batches(overview, config.actor, seed=config.trainer.seed, step=step)
+    owners = owners_of(overview, parts, batcher.budget)
+    return share_out(samples, overview, holders, owners, batcher.mesh)
 
 
 def add_logprobs_and_values(
@@ -189,8 +202,8 @@ def add_logprobs_and_values(
     """
     actor, critic, ref = models
     temperature = config.rollout.temperature
-    everything = [list(range(len(batch)))]
-    parts = epoch_mini_batches(batch, config.actor, seed=config.trainer.seed, step=step)
+    everything = [list(range(len(batch.all)))]
+    parts = epoch_mini_batches(batch.all, config.actor, seed=config.trainer.seed, step=step)
     if needs_old_logprobs(config, len(parts)):
         with metrics.timed("old_log_prob"), actor.on_device() as module:
             batch.old_logprobs = response_logprobs(
@@ -213,24 +226,33 @@ def add_logprobs_and_values(
 
 
 def add_advantages(
-    batch: RolloutBatch, config: Config, controller: KLController, metrics: Metrics
+    batch: RolloutBatch,
+    config: Config,
+    controller: KLController,
+    metrics: Metrics,
+    ranks: ProcessGroup | None = None,
 ) -> None:
-    """KL penalty in the reward, then advantages: the same on every rank, from all samples."""
-    algorithm, mask = config.algorithm, batch.response_mask
+    """KL penalty in the reward, then advantages, of the rows here.
+
+    ranks: that hold all rows once, whose statistics they are; None: this one does. Collective.
+    """
+    algorithm, overview, mask = config.algorithm, batch.all, batch.response_mask
     kl = None
-    if batch.ref_logprobs is not None and batch.old_logprobs is not None and mask.any():
+    if batch.ref_logprobs is not None and batch.old_logprobs is not None and overview.counted.any():
         k3 = kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k3")
-        metrics.set("actor/ref_kl", masked_mean(k3, mask).item())
+        metrics.set("actor/ref_kl", masked_mean(k3, mask, ranks).item())
         if algorithm.use_kl_in_reward:
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.kl_penalty)
-            metrics.set("actor/reward_kl_penalty", masked_mean(kl, mask).item())
-            metrics.set("actor/kl_coef", controller.value)
-    batch.rewards = token_rewards(batch.scores, kl, mask, kl_coef=controller.value)
+    scores = overview.scores[batch.rows]
+    batch.rewards = token_rewards(scores, kl, mask, kl_coef=controller.value)
     if kl is not None:
-        controller.update(masked_mean(kl, mask).item(), len(batch))
-    batch.advantages, batch.returns = estimate(batch, algorithm)
+        mean = masked_mean(kl, mask, ranks).item()
+        metrics.set("actor/reward_kl_penalty", mean)
+        metrics.set("actor/kl_coef", controller.value)
+        controller.update(mean, len(overview))
+    batch.advantages, batch.returns = estimate(batch, algorithm, ranks)
     if algorithm.needs.siblings:
-        metrics.set("reward/alone", int(batch.alone.sum()))
+        metrics.set("reward/alone", int(overview.alone.sum()))
     correction = algorithm.rollout_correction
     if correction.rollout_is is not None or correction.icepop is not None:
         assert batch.old_logprobs is not None
@@ -245,9 +267,9 @@ def add_advantages(
         # of the weights before they are truncated: truncated ones never tell that engine and
         # trainer have drifted apart
         ratios = rollout_ratios(*logprobs, mask, level=correction.rollout_is or "token")
-        metrics.set("rollout_corr/is_mean", masked_mean(ratios, mask).item())
-        metrics.set("rollout_corr/is_max", ratios.max().item())
-        share = effective_sample_size(ratios, mask)
+        metrics.set("rollout_corr/is_mean", masked_mean(ratios, mask, ranks).item())
+        metrics.maximum("rollout_corr/is_max", ratios.max().item() if ratios.numel() else 0.0)
+        share = effective_sample_size(ratios, mask, ranks)
         metrics.set("rollout_corr/eff_sample_size", share.item())
 
 

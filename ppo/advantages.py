@@ -25,14 +25,28 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+def masked_mean(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Mean of `x` over the positions where `mask` is True; 0 where there are none.
 
     Args:
         x: any shape.
         mask: bool, same shape.
+        group: of the parts of all these ranks, as for `masked_whiten`; the result is float64.
     """
-    return _zero_outside(x, mask).sum() / mask.sum().clamp(min=1)
+    total, count = _zero_outside(x, mask), mask.sum()
+    if group is None:
+        return total.sum() / count.clamp(min=1)
+    total, count = all_reduced(torch.stack([total.double().sum(), count.double()]), group)
+    return total / count.clamp(min=1)
+
+
+def masked_variance(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Unbiased variance of the counted positions, around the mean in a second pass, in float64.
+
+    Args:
+        x, mask, group: as for `masked_whiten`.
+    """
+    return _centred(x, mask, group)[1]
 
 
 def masked_whiten(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -46,13 +60,18 @@ def masked_whiten(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None = Non
         group: all-reduce the statistics over these ranks, each holding its part of the batch;
             every rank must call. None: `x` is the whole batch.
     """
+    centred, variance = _centred(x, mask, group)
+    return centred * torch.rsqrt(variance + 1e-8).to(centred.dtype)
+
+
+def _centred(x: Tensor, mask: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """`x` minus its mean, 0 where it does not count, and its variance, a float64 scalar."""
     x = _zero_outside(x, mask)
-    count, total = _all_reduced(torch.stack([mask.sum().double(), x.double().sum()]), group)
+    count, total = all_reduced(torch.stack([mask.sum().double(), x.double().sum()]), group)
     mean = total / count.clamp(min=1)
     centred = _zero_outside(x - mean.to(x.dtype), mask)
-    (square_sum,) = _all_reduced(centred.double().square().sum().reshape(1), group)
-    variance = square_sum / (count - 1).clamp(min=1)
-    return centred * torch.rsqrt(variance + 1e-8).to(x.dtype)
+    (square_sum,) = all_reduced(centred.double().square().sum().reshape(1), group)
+    return centred, square_sum / (count - 1).clamp(min=1)
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> Advantages:
@@ -69,16 +88,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
         lam: weight between one-step (0) and Monte Carlo (1) advantages.
     """
     rewards, values = _zero_outside(rewards, mask), _zero_outside(values, mask)
-    advantages = torch.zeros_like(values)
-    next_value = values.new_zeros(values.shape[0])  # [B]
-    running = values.new_zeros(values.shape[0])  # [B]
-    for t in reversed(range(values.shape[1])):
-        counted = mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        running = torch.where(counted, delta + gamma * lam * running, running)
-        next_value = torch.where(counted, values[:, t], next_value)
-        advantages[:, t] = running
-    advantages = _zero_outside(advantages, mask)
+    deltas = _zero_outside(rewards + gamma * _next_counted(values, mask) - values, mask)
+    advantages = _discounted(deltas, mask, gamma * lam)
     return Advantages(advantages, advantages + values)
 
 
@@ -142,18 +153,21 @@ def opo(scores: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
     return (exact - baseline).to(at_least_float32(scores).dtype)
 
 
-def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+def reinforce_plus_plus(
+    rewards: Tensor, mask: Tensor, *, gamma: float, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """Discounted rewards to go, whitened over the whole batch (REINFORCE++, arXiv 2501.03262).
 
     Args:
         rewards: [B, T], KL penalty included.
         mask: bool [B, T].
         gamma: discount per counted token.
+        group: as for `masked_whiten`.
 
     Returns:
         [B, T].
     """
-    return masked_whiten(rewards_to_go(rewards, mask, gamma=gamma), mask)
+    return masked_whiten(rewards_to_go(rewards, mask, gamma=gamma), mask, group)
 
 
 def reinforce_plus_plus_baseline(scores: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
@@ -190,13 +204,28 @@ def remax(rewards: Tensor, greedy_scores: Tensor, mask: Tensor) -> Tensor:
 
 def rewards_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     """sum over counted u >= t of gamma^(u - t) r_u, where u - t counts counted tokens; [B, T]."""
-    rewards = _zero_outside(rewards, mask)
-    result = torch.zeros_like(rewards)
-    running = rewards.new_zeros(rewards.shape[0])  # [B]
-    for t in reversed(range(rewards.shape[1])):
-        running = torch.where(mask[:, t], rewards[:, t] + gamma * running, running)
-        result[:, t] = running
-    return _zero_outside(result, mask)
+    return _discounted(_zero_outside(rewards, mask), mask, gamma)
+
+
+def _discounted(x: Tensor, mask: Tensor, discount: float) -> Tensor:
+    """x_t + discount x the result at the next counted position; [B, T], x 0 outside the mask."""
+    columns, factors = _by_time(x), _by_time(torch.full_like(x, discount).where(mask, 1.0))
+    for t in reversed(range(len(columns) - 1)):
+        columns[t] += factors[t].mul_(columns[t + 1])
+    return _zero_outside(columns.t(), mask).contiguous()
+
+
+def _next_counted(x: Tensor, mask: Tensor) -> Tensor:
+    """At each position the value of the next counted one, 0 behind the last; [B, T]."""
+    result, columns, counted = torch.zeros_like(x.t()), _by_time(x), _by_time(mask)
+    for t in reversed(range(len(columns) - 1)):
+        torch.where(counted[t + 1], columns[t + 1], result[t + 1], out=result[t])
+    return result.t()
+
+
+def _by_time(x: Tensor) -> Tensor:
+    """A copy [T, B]: what a loop over time touches lies together."""
+    return x.t().clone(memory_format=torch.contiguous_format)
 
 
 class _Groups:
@@ -220,7 +249,8 @@ def _zero_outside(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, at_least_float32(x), 0.0)
 
 
-def _all_reduced(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def all_reduced(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """`sums` added up over the ranks of the group, in place; None: there is one rank."""
     if group is not None:
         dist.all_reduce(sums, group=group)
     return sums

@@ -1,70 +1,84 @@
 """Advantages of a batch, by the estimator that algorithm.adv_estimator names.
 
 Owns what each estimator gets and which samples it gets; the formulas are in ppo/advantages.py, and
-what an estimator needs of the run in ppo/config/sections/algorithm.py. Every rank computes the
-same, from all samples.
+what an estimator needs of the run in ppo/config/sections/algorithm.py. What is one number a
+sample, every rank knows of all; what is one a token, it has of its own rows.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ppo import advantages as formulas
-from ppo.batch import RolloutBatch
+from ppo.batch.samples import RolloutBatch
 from ppo.config import AdvEstimator, AlgorithmConfig
 
 
 class Samples(NamedTuple):
-    """The samples that an estimator compares; B counts these alone."""
+    """The samples that an estimator compares: B in all, b of them on this rank."""
 
-    rewards: Tensor  # [B, T] per token, KL penalty included
-    mask: Tensor  # [B, T] bool
+    scores: Tensor  # [B] rewards summed over the tokens
     groups: Tensor  # [B] index of the prompt in the batch
-    values: Tensor | None  # [B, T] with a critic
+    lengths: Tensor  # [B] tokens that count
     greedy_scores: Tensor | None  # [B] of the greedy response to the same prompt, where sampled
-
-    @property
-    def scores(self) -> Tensor:
-        """Rewards summed over the tokens, [B]."""
-        return self.rewards.sum(-1)
+    here: Tensor  # [b] which of them are on this rank
+    rewards: Tensor  # [b, T] per token, KL penalty included
+    mask: Tensor  # [b, T] bool
+    values: Tensor | None  # [b, T] with a critic
+    ranks: ProcessGroup | None  # that hold all of them together; None: this one does
 
 
 class Estimate(NamedTuple):
     """What an estimator makes of rewards."""
 
-    advantages: Tensor  # [B, T]
-    returns: Tensor | None = None  # [B, T] targets of the critic, where there is one
+    advantages: Tensor  # [b, T]
+    returns: Tensor | None = None  # [b, T] targets of the critic, where there is one
 
 
-def estimate(batch: RolloutBatch, algorithm: AlgorithmConfig) -> Estimate:
-    """Advantages and returns [B, T] from batch.rewards.
+def estimate(
+    batch: RolloutBatch, algorithm: AlgorithmConfig, ranks: ProcessGroup | None = None
+) -> Estimate:
+    """Advantages and returns [b, T] from batch.rewards. Collective over `ranks`.
 
     Samples that failed get 0 and spoil no group. Where siblings are compared, so does a sample
     whose siblings all failed: nothing says whether its score is a good one.
+
+    Args:
+        ranks: that hold the batch together, once; None: this rank holds all.
     """
     assert batch.rewards is not None
-    used = ~batch.failed
+    overview = batch.all
+    used = ~overview.failed
     if algorithm.needs.siblings:
-        used &= ~batch.alone
+        used &= ~overview.alone
     if not used.any():
         nothing = batch.rewards.new_zeros(batch.rewards.shape)
         return Estimate(nothing, nothing if algorithm.needs.critic else None)
-    groups = batch.group_ids[used]
+    scores = torch.zeros(len(overview), dtype=torch.float64)
+    scores[batch.rows] = batch.rewards.sum(-1).double()  # exact: one rank has each, others zero
+    formulas.all_reduced(scores, ranks)
+    groups, own = overview.group_ids[used], used[batch.rows]
     samples = Samples(
-        rewards=batch.rewards[used],
-        mask=batch.response_mask[used],
+        scores=scores[used].to(batch.rewards.dtype),
         groups=groups,
-        values=None if batch.values is None else batch.values[used],
-        greedy_scores=None if batch.greedy is None else batch.greedy.scores[groups],
+        lengths=overview.counted[used],
+        greedy_scores=None if overview.greedy_scores is None else overview.greedy_scores[groups],
+        here=(used.cumsum(0) - 1)[batch.rows][own],
+        rewards=batch.rewards[own],
+        mask=batch.response_mask[own],
+        values=None if batch.values is None else batch.values[own],
+        ranks=ranks,
     )
     found = ESTIMATORS[algorithm.adv_estimator](samples, algorithm)
-    returns = None if found.returns is None else _spread(found.returns, used)
-    return Estimate(_spread(found.advantages, used), returns)
+    returns = None if found.returns is None else _spread(found.returns, own)
+    return Estimate(_spread(found.advantages, own), returns)
 
 
 def _spread(x: Tensor, used: Tensor) -> Tensor:
-    """Rows of the used samples at their places in the batch; 0 elsewhere."""
+    """Rows of the used samples at their places among the rows of this rank; 0 elsewhere."""
     whole = x.new_zeros(len(used), *x.shape[1:])
     whole[used] = x
     return whole
@@ -75,7 +89,8 @@ def _gae(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
     found = formulas.gae(
         samples.rewards, samples.values, samples.mask, gamma=algorithm.gamma, lam=algorithm.lam
     )
-    return Estimate(formulas.masked_whiten(found.advantages, samples.mask), found.returns)
+    whitened = formulas.masked_whiten(found.advantages, samples.mask, samples.ranks)
+    return Estimate(whitened, found.returns)
 
 
 def _grpo(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
@@ -89,28 +104,33 @@ def _rloo(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
 
 
 def _opo(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
-    lengths = samples.mask.sum(-1)
-    return _at_every_token(formulas.opo(samples.scores, lengths, samples.groups), samples)
+    found = formulas.opo(samples.scores, samples.lengths, samples.groups)
+    return _at_every_token(found, samples)
 
 
 def _reinforce_plus_plus(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
-    gamma = algorithm.gamma
-    return Estimate(formulas.reinforce_plus_plus(samples.rewards, samples.mask, gamma=gamma))
+    return Estimate(
+        formulas.reinforce_plus_plus(
+            samples.rewards, samples.mask, gamma=algorithm.gamma, group=samples.ranks
+        )
+    )
 
 
 def _reinforce_plus_plus_baseline(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
-    scores, groups, mask = samples.scores, samples.groups, samples.mask
-    return Estimate(formulas.reinforce_plus_plus_baseline(scores, groups, mask))
+    centred = formulas.grpo(samples.scores, samples.groups, norm_by_std=False)
+    whole = _at_every_token(centred, samples).advantages
+    return Estimate(formulas.masked_whiten(whole, samples.mask, samples.ranks))
 
 
 def _remax(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
     assert samples.greedy_scores is not None
-    return Estimate(formulas.remax(samples.rewards, samples.greedy_scores, samples.mask))
+    greedy = samples.greedy_scores[samples.here]
+    return Estimate(formulas.remax(samples.rewards, greedy, samples.mask))
 
 
 def _at_every_token(per_sequence: Tensor, samples: Samples) -> Estimate:
-    """[B] -> [B, T], 0 outside the mask."""
-    return Estimate(per_sequence[:, None] * samples.mask)
+    """[B] -> [b, T], 0 outside the mask."""
+    return Estimate(per_sequence[samples.here][:, None] * samples.mask)
 
 
 ESTIMATORS: dict[AdvEstimator, Callable[[Samples, AlgorithmConfig], Estimate]] = {

@@ -1,13 +1,14 @@
-"""Forward passes over the rollout batch without gradients."""
+"""Forward passes over this rank's rows of the batch, without gradients."""
 
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ppo.batch import RolloutBatch
+from ppo.batch.packing import Batcher, MicroBatch
+from ppo.batch.samples import RolloutBatch
 from ppo.metrics import Metrics
-from ppo.packing import Batcher, MicroBatch
 from ppo.run.run import Run
 from sharding.fsdp import without_gradients
 from sharding.offload import to_device
@@ -21,18 +22,20 @@ def _forward_all(
     run: Run,
     compute: Callable[[MicroBatch], Tensor],
 ) -> Tensor:
-    """Run every part of the batch through the module; [B, T] on the host, whole on every rank.
+    """Run this rank's rows of every part through the module; [b, T] on the host.
 
     A stop request ends the pass: it is made again after the restart.
     """
-    result = torch.zeros(batch.response_mask.shape, device=batcher.mesh.device)  # [B, T]
-    plan = (indices for part in parts for indices in batcher.plan(batch, part))
+    mesh = batcher.mesh
+    result = torch.zeros(batch.response_mask.shape, device=mesh.device)  # [b, T]
+    plan = (indices for part in batcher.plan(batch, parts) for indices in part)
     with without_gradients(module):
         for indices in run.polled(plan):
             micro = batcher.make(batch, indices)
             rows, cols = (to_device(x, result.device) for x in (micro.rows, micro.cols))
             result[rows, cols] = compute(micro)
-    batcher.mesh.all_reduce(result)  # every entry is set on one rank; the others add zero
+    if mesh.dims.sp > 1:  # one rank of the group has set each entry; the others add zero
+        dist.all_reduce(result, group=mesh.sp_group)
     return result.cpu()
 
 
@@ -46,11 +49,11 @@ def response_logprobs(
     temperature: float,
     metrics: Metrics | None = None,
 ) -> Tensor:
-    """Log-probabilities of the response tokens, [B, T] float32 on the host of every rank.
+    """Log-probabilities of the response tokens, [b, T] float32 on the host.
 
     Args:
-        parts: index lists; each is laid out by itself (the update's mini-batches, so that the
-            first ratio is exactly 1, or one part with everything).
+        parts: numbers of samples; each is laid out by itself (the update's mini-batches, so that
+            the first ratio is exactly 1, or one part with everything).
         metrics: given, actor/entropy is added to it.
     """
 
@@ -71,8 +74,8 @@ def response_logprobs(
 def response_values(
     module: nn.Module, batch: RolloutBatch, *, batcher: Batcher, run: Run
 ) -> Tensor:
-    """Values of the states before each response token, [B, T] float32 on the host of every rank."""
-    everything = list(range(len(batch)))
+    """Values of the states before each response token, [b, T] float32 on the host."""
+    everything = list(range(len(batch.all)))
     return _forward_all(
         module, batch, [everything], batcher, run, lambda micro: module(**micro.inputs)
     )

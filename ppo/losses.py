@@ -10,8 +10,9 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from ppo.advantages import at_least_float32
+from ppo.advantages import all_reduced, at_least_float32
 
 AggregationMode = Literal[
     "token-mean",
@@ -228,16 +229,20 @@ def rollout_weights(
     return torch.where(kept, weights, 0.0)
 
 
-def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
+def effective_sample_size(
+    weights: Tensor, mask: Tensor, group: ProcessGroup | None = None
+) -> Tensor:
     """Share of the counted tokens that the weights amount to, (sum w)^2 / (n sum w^2), 0 to 1.
 
     Args:
         weights: [B, T] from `rollout_ratios`.
         mask: bool [B, T].
+        group: ranks that hold a part of the batch each, as for `masked_whiten`; every one calls.
     """
-    weights = torch.where(mask, weights, 0.0)
-    square_sum = weights.square().sum() * mask.sum()
-    return weights.sum().square() / square_sum.clamp(min=torch.finfo(weights.dtype).tiny)
+    weights = torch.where(mask, weights.double(), 0.0)
+    sums = torch.stack([weights.sum(), weights.square().sum(), mask.sum().double()])
+    total, squares, count = all_reduced(sums, group)
+    return total.square() / (squares * count).clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def rollout_probs_diff(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> ProbsDiff:

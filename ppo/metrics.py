@@ -30,6 +30,7 @@ class Metrics:
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._sums: dict[str, tuple[Number, Number]] = {}
         self._largest: dict[str, Number] = {}
+        self._smallest: dict[str, Number] = {}
         self._seconds: dict[str, float] = {}
         self._same: dict[str, float] = {}
         self._peaks: list[int] = []  # bytes, of the blocks of `timed` that are open
@@ -42,6 +43,10 @@ class Metrics:
     def maximum(self, name: str, value: Number) -> None:
         """Keep the largest value of all calls and ranks."""
         self._largest[name] = _larger(self._largest.get(name, -math.inf), _detached(value))
+
+    def minimum(self, name: str, value: Number) -> None:
+        """Keep the smallest value of all calls and ranks."""
+        self._smallest[name] = -_larger(-self._smallest.get(name, math.inf), -_detached(value))
 
     def set(self, name: str, value: float) -> None:
         """Set a value that is the same on every rank already; not reduced."""
@@ -73,13 +78,14 @@ class Metrics:
             "total": {name: total for name, (total, _) in self._sums.items()},
             "count": {name: count for name, (_, count) in self._sums.items()},
             "max": {**self._largest, **{f"timing_s/{k}": v for k, v in self._seconds.items()}},
+            "min": self._smallest,
         }
         mine = _on_host(mine)
         parts = [mine] if group is None else gather(mine, group)
         values = dict(self._same)
         totals, counts = _merged(parts, "total", torch.sum), _merged(parts, "count", torch.sum)
         values |= {name: totals[name] / count for name, count in counts.items() if count != 0}
-        values |= _merged(parts, "max", torch.amax)
+        values |= _merged(parts, "max", torch.amax) | _merged(parts, "min", torch.amin)
         return dict(sorted(values.items()))
 
     def _open_peak(self) -> None:

@@ -1,4 +1,4 @@
-"""What is logged of a rollout batch and of a step. Every rank computes the same numbers."""
+"""What is logged of a rollout batch and of a step: every rank adds its rows."""
 
 import logging
 import resource
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ppo.batch import RolloutBatch
+from ppo.advantages import masked_variance
+from ppo.batch.packing import Batcher
+from ppo.batch.samples import RolloutBatch
 from ppo.config import Config
 from ppo.losses import rollout_probs_diff
 from ppo.metrics import Metrics, timing_shares
 from ppo.model_shapes import AttentionShape
 from ppo.models.flops import ModelSize, batch_flops, utilisation
 from ppo.models.learner import Learner
-from ppo.packing import Batcher
 from sharding.mesh import Mesh
-from sharding.partition import assign
 
 logger = logging.getLogger(__name__)
 
@@ -52,39 +52,44 @@ class EngineAlarm:
 
 
 def _spread(metrics: Metrics, name: str, values: Tensor) -> None:
-    """Set NAME/mean, max and min of a non-empty tensor."""
+    """Add NAME/mean, max and min of what this rank has; of all ranks in the end."""
     if values.numel():
-        values = values.float()
-        for kind, value in (
-            ("mean", values.mean()),
-            ("max", values.max()),
-            ("min", values.min()),
-        ):
-            metrics.set(f"{name}/{kind}", value.item())
+        metrics.add(f"{name}/mean", values.double().sum().item(), values.numel())
+        metrics.maximum(f"{name}/max", values.max().item())
+        metrics.minimum(f"{name}/min", values.min().item())
+
+
+def _spread_of_all(metrics: Metrics, name: str, values: Tensor) -> None:
+    """Set NAME/mean, max and min of what every rank knows."""
+    if values.numel():
+        metrics.set(f"{name}/mean", values.double().mean().item())
+        metrics.set(f"{name}/max", values.max().item())
+        metrics.set(f"{name}/min", values.min().item())
 
 
 def summarise_batch(batch: RolloutBatch, batcher: Batcher, metrics: Metrics) -> None:
-    """Lengths, rewards, advantages, values, and the mismatch of engine and trainer."""
-    mask = batch.response_mask
-    _spread(metrics, "response_length", torch.tensor([len(r) for r in batch.response_ids]))
-    clipped = [reason == "length" for reason in batch.finish_reasons]
-    metrics.set("response_length/clip_ratio", sum(clipped) / len(clipped))
-    _spread(metrics, "prompt_length", torch.tensor(batch.prompt_lengths))
-    _spread(metrics, "critic/score", batch.scores[~batch.failed])
+    """Lengths, rewards, advantages, values, and the mismatch of engine and trainer. Collective."""
+    overview, mask, ranks = batch.all, batch.response_mask, batcher.mesh.dp_group
+    _spread_of_all(metrics, "response_length", overview.response_lengths)
+    metrics.set("response_length/clip_ratio", overview.cut.double().mean().item())
+    _spread_of_all(metrics, "prompt_length", overview.prompt_lengths)
+    _spread_of_all(metrics, "critic/score", overview.scores[~overview.failed])
     if batch.rewards is not None:
-        _spread(metrics, "critic/rewards", batch.rewards.sum(-1)[~batch.failed])
+        failed = overview.failed[batch.rows]
+        _spread(metrics, "critic/rewards", batch.rewards.sum(-1)[~failed])
     for name in ("advantages", "returns", "values"):
         tensor = getattr(batch, name)
         if tensor is not None:
             _spread(metrics, f"critic/{name}", tensor[mask])
-    if batch.returns is not None and batch.values is not None and mask.sum() > 1:
-        errors, returns = (batch.returns - batch.values)[mask], batch.returns[mask]
-        explained = 1 - errors.var() / returns.var().clamp(min=1e-12)
-        metrics.set("critic/vf_explained_var", explained.item())
+    if batch.returns is not None and batch.values is not None and overview.counted.sum() > 1:
+        unexplained = masked_variance(batch.returns - batch.values, mask, ranks)
+        variance = masked_variance(batch.returns, mask, ranks).clamp(min=1e-12)
+        metrics.set("critic/vf_explained_var", (1 - unexplained / variance).item())
     if batch.old_logprobs is not None:
         diff = rollout_probs_diff(batch.old_logprobs, batch.rollout_logprobs, mask)
-        metrics.set("training/rollout_probs_diff_mean", diff.mean.item())
-        metrics.set("training/rollout_probs_diff_max", diff.max.item())
+        number = mask.sum()
+        metrics.add("training/rollout_probs_diff_mean", diff.mean * number, number)
+        metrics.maximum("training/rollout_probs_diff_max", diff.max)
     _balance(batch, batcher, metrics)
     high_water_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     metrics.maximum("perf/cpu_memory_used_gb", high_water_kib / 2**20)
@@ -92,15 +97,14 @@ def summarise_batch(batch: RolloutBatch, batcher: Batcher, metrics: Metrics) -> 
 
 def _balance(batch: RolloutBatch, batcher: Batcher, metrics: Metrics) -> None:
     """Tokens per dp rank: dealt out in order, and as assigned by cost."""
-    lengths, dp = batch.lengths, batcher.budget.dp
-    everything = range(len(lengths))
-    before = [sum(lengths[i] for i in everything[rank::dp]) for rank in range(dp)]
-    after = [sum(lengths[i] for i in part) for part in assign(lengths, everything, batcher.budget)]
+    lengths, dp = batch.all.lengths, batcher.budget.dp
+    before = [int(lengths[rank::dp].sum()) for rank in range(dp)]
+    after = torch.zeros(dp, dtype=torch.long).index_add_(0, batch.owners, lengths).tolist()
     metrics.set("global_seqlen/min", min(before))
     metrics.set("global_seqlen/max", max(before))
     metrics.set("global_seqlen/balanced_min", min(after))
     metrics.set("global_seqlen/balanced_max", max(after))
-    metrics.set("perf/total_num_tokens", sum(lengths))
+    metrics.set("perf/total_num_tokens", int(lengths.sum()))
 
 
 def perf_metrics(
@@ -123,7 +127,7 @@ def perf_metrics(
         if learner is not None:
             perf |= utilisation(
                 learner.name,
-                batch_flops(_model_size(learner), batch.lengths, epochs=epochs),
+                batch_flops(_model_size(learner), batch.all.lengths.tolist(), epochs=epochs),
                 seconds=values.get(f"timing_s/update_{learner.name}", 0.0),
                 num_devices=world_size,
                 device_name=device_name,

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ppo.batch import RolloutBatch, mini_batches
+from ppo.batch.packing import Batcher, MicroBatch
+from ppo.batch.samples import Overview, RolloutBatch, mini_batches
+from ppo.batch.shares import move, owners_of
 from ppo.config import ActorConfig, Config, CriticConfig
 from ppo.kl import kl_estimate
 from ppo.losses import rollout_probs_diff, token_weights, value_loss
 from ppo.metrics import Metrics
 from ppo.models.learner import Learner
-from ppo.packing import Batcher, MicroBatch
 from ppo.policy_losses import POLICY_LOSSES, PolicyInputs
 
 
@@ -35,17 +36,17 @@ class Part(NamedTuple):
 
 
 def epoch_mini_batches(
-    batch: RolloutBatch,
+    overview: Overview,
     section: ActorConfig | CriticConfig,
     *,
     seed: int,
     step: int,
     epoch: int = 0,
 ) -> list[list[int]]:
-    """Index lists of the mini-batches of one PPO epoch; order fixed, or shuffled by the seed."""
+    """Samples of each mini-batch of one PPO epoch; order fixed, or shuffled by the seed."""
     shuffle_seed = seed + 1_000_003 * step + epoch if section.shuffle else None
     parts = mini_batches(
-        batch.group_ids, num_prompts=section.ppo_mini_batch_size, seed=shuffle_seed
+        overview.group_ids, num_prompts=section.ppo_mini_batch_size, seed=shuffle_seed
     )
     return [part.tolist() for part in parts]
 
@@ -77,42 +78,49 @@ class _Update(NamedTuple):
         A mini-batch without a token that counts is left out, on every rank: momentum and weight
         decay would move the weights all the same.
         """
-        learner, batch, metrics = self.learner, self.batch, self.metrics
+        learner, metrics = self.learner, self.metrics
+        overview, batcher = self.batch.all, self.batcher
         metrics.set(f"{learner.name}/lr", learner.set_lr(step))
         seed = self.config.trainer.seed
         with learner.updating() as module:
             for epoch in range(self.section.ppo_epochs):
-                for indices in epoch_mini_batches(
-                    batch, self.section, seed=seed, step=step, epoch=epoch
-                ):
-                    if not batch.response_mask[indices].any():
+                parts = epoch_mini_batches(
+                    overview, self.section, seed=seed, step=step, epoch=epoch
+                )
+                move(self.batch, owners_of(overview, parts, batcher.budget), batcher.mesh)
+                plans = batcher.plan(self.batch, parts)
+                for samples, plan in zip(parts, plans, strict=True):
+                    counted = overview.counted[samples]
+                    if not counted.any():
                         continue
-                    for part in self.parts(indices):
+                    for part in self.parts(plan, counted):
                         objective(self, module, part).backward()
                     metrics.add(f"{learner.name}/grad_norm", learner.step(), 1)
 
-    def parts(self, indices: Sequence[int]) -> Iterator[Part]:
-        """This rank's micro-batches of one mini-batch, weighted by the mini-batch's global mask."""
+    def parts(self, plan: Sequence[Sequence[int]], counted: Tensor) -> Iterator[Part]:
+        """This rank's micro-batches of one mini-batch, weighted by all that counts in it.
+
+        Args:
+            plan: rows of each.
+            counted: tokens that count, of each sample of the mini-batch on all ranks.
+        """
         batch, batcher = self.batch, self.batcher
         world_size = batcher.mesh.dims.world_size
-        mask = torch.zeros_like(batch.response_mask)  # [B, T]
-        mask[indices] = batch.response_mask[indices]
-        weights = token_weights(
-            mask,
-            mode=self.section.loss_agg_mode,
-            num_tokens=int(mask.sum()),
-            num_seqs=int(mask.any(-1).sum()),
-            dp_size=world_size,
-            scale=self.config.data.max_response_length,
-        )
-        plan = batcher.plan(batch, indices)
-        for number, sequences in enumerate(plan, start=1):
-            micro = batcher.make(batch, sequences)
+        for number, rows in enumerate(plan, start=1):
+            micro = batcher.make(batch, rows)
+            weights = token_weights(
+                batch.response_mask[micro.sequences],
+                mode=self.section.loss_agg_mode,
+                num_tokens=int(counted.sum()),
+                num_seqs=int((counted > 0).sum()),
+                dp_size=world_size,
+                scale=self.config.data.max_response_length,
+            )[micro.numbers, micro.cols]
             total = micro.num_tokens + micro.num_padding
             self.metrics.add("perf/padding_waste", micro.num_padding, total)
             if batcher.mesh.dims.dp_replicate > 1:  # replicas are summed with the last one only
                 self.learner.module.set_requires_all_reduce(number == len(plan))  # pyright: ignore
-            yield Part(micro, micro.take(weights), world_size, 1.0 / (len(plan) * world_size))
+            yield Part(micro, micro.put(weights), world_size, 1.0 / (len(plan) * world_size))
 
 
 def update_actor(

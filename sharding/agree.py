@@ -67,6 +67,13 @@ def _gather_large(data: Tensor, sizes: Sequence[int], group: ProcessGroup) -> It
     return whole.split(sizes)  # pyright: ignore[reportArgumentType]
 
 
+def gather_to_first(value: T, group: ProcessGroup) -> list[T] | None:
+    """The same on the first rank of the group alone; None on the others."""
+    values = [value] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values
+
+
 def errors_by_rank(error: Error, group: ProcessGroup) -> dict[str, list[int]]:
     """Each different error of the group once, with the (global) ranks that have it."""
     return _by_rank(gather(_texts(error), group), group)

@@ -148,6 +148,15 @@ class ParallelDims:
         """Global ranks that share sequences, one row per sp group: [dp][sp]."""
         return [list(range(r, r + self.sp)) for r in range(0, self.world_size, self.sp)]
 
+    def dp_rows(self) -> list[list[int]]:
+        """Global ranks that hold all sequences once, by slice of a sequence: [sp][dp]."""
+        return [list(range(slice_, self.world_size, self.sp)) for slice_ in range(self.sp)]
+
+    def node_rows(self) -> list[list[int]]:
+        """Global ranks of each node: [nodes][ranks_per_node]."""
+        size = self.ranks_per_node
+        return [list(range(r, r + size)) for r in range(0, self.world_size, size)]
+
     def replicate_rows(self) -> list[list[int]]:
         """Global ranks that hold the same shard, by shard index: [F][dp_replicate]."""
         return [list(column) for column in zip(*self.shard_rows(), strict=True)]

@@ -11,7 +11,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -38,11 +37,10 @@ class Mesh:
     """Where this rank stands, and the groups it talks over.
 
     Host groups take host tensors only, device groups tensors of `device` only. There is no device
-    group of all ranks: `all_reduce` sums over the shard group and then over the replicas, so that
-    NCCL holds no communicator (and its memory) for that alone. Groups with the same ranks in the
-    same order are one group for the same reason; only sp has its own, since what goes over one
-    communicator waits for each other on any stream, and the exchange of one layer's heads must not
-    wait until the next layer is gathered.
+    group of all ranks, so that NCCL holds no communicator (and its memory) for that alone. Groups
+    with the same ranks in the same order are one group for the same reason; only sp has its own,
+    since what goes over one communicator waits for each other on any stream, and the exchange of
+    one layer's heads must not wait until the next layer is gathered.
     """
 
     dims: ParallelDims
@@ -54,6 +52,10 @@ class Mesh:
     """how long one collective of a device group may take"""
     host_group: ProcessGroup
     """all ranks, host tensors only, the default group: waiting and small decisions"""
+    dp_group: ProcessGroup
+    """the ranks that hold every sample once, host tensors only; all ranks at sp = 1"""
+    node_group: ProcessGroup
+    """the ranks of this node, host tensors only"""
     shard_group: ProcessGroup
     """the F ranks of this replica in shard-index order"""
     replicate_group: ProcessGroup
@@ -66,12 +68,6 @@ class Mesh:
     """the same ranks, host tensors only"""
     rollout: DeviceMesh
     """("rollout_tp",) over rollout_group"""
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a tensor of this device over all ranks, in place. Collective over all ranks."""
-        dist.all_reduce(tensor, group=self.shard_group)
-        if self.dims.dp_replicate > 1:
-            dist.all_reduce(tensor, group=self.replicate_group)
 
     def device_group(self, ranks: Sequence[int]) -> ProcessGroup:
         """Another device group, in the order given. Collective over all ranks, members or not."""
@@ -157,6 +153,8 @@ def _build(dims: ParallelDims, device: torch.device, timeout: timedelta) -> Mesh
         fsdp=_fsdp_mesh(dims, shard, replicate, device),
         timeout=timeout,
         host_group=world(),
+        dp_group=host.mine(dims.dp_rows()),
+        node_group=host.mine(dims.node_rows()),
         shard_group=shard,
         replicate_group=replicate,
         sp_group=groups.mine(dims.sp_rows(), shared=dims.sp == 1),

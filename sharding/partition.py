@@ -1,12 +1,12 @@
 """How work is divided by its cost: sequences over ranks and micro-batches, requests over engines.
 
-Owns what a sequence costs and the greedy rules. Pure numbers: every rank derives the same partition
-from the same lengths, so that no collective is needed to agree. Must not know tensors.
+Owns what a sequence costs and the greedy rules. Pure numbers: every rank derives the same shares
+from the same lengths. Must not know tensors.
 """
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,34 +30,33 @@ class Budget:
         """FLOPs of a sequence up to a factor: 24 H^2 per token and layer, plus 2 H s attention."""
         return length * (12 * self.hidden_size + length)
 
-    def fits(self, lengths: Sequence[int]) -> bool:
-        """True when sequences of these lengths may share a micro-batch (one alone always may)."""
-        if len(lengths) <= 1:
-            return True
-        if self.count is not None and len(lengths) > self.count:
+    def fits(self, count: int, total: int, longest: int) -> bool:
+        """True when so many sequences, of so many tokens, may share a micro-batch."""
+        if count <= 1:
+            return True  # one alone always may
+        if self.count is not None and count > self.count:
             return False
-        size = len(lengths) * max(lengths) if self.padded else sum(lengths)
-        return self.tokens is None or size <= self.tokens
+        return self.tokens is None or (count * longest if self.padded else total) <= self.tokens
 
 
-def partition(lengths: Sequence[int], indices: Sequence[int], budget: Budget) -> list[list[list]]:
-    """Lay sequences out as [dp rank][micro-batch][index], the same number for every rank.
+@dataclass
+class _Bin:
+    """A micro-batch that is being filled."""
 
-    Args:
-        lengths: tokens of every sequence of the batch, B entries.
-        indices: the sequences of this mini-batch.
+    items: list[int] = field(default_factory=list)
+    total: int = 0
+    longest: int = 0
+    load: int = 0
 
-    Returns:
-        dp lists of equally many micro-batches; some may be empty. A sequence longer than the
-        budget has a micro-batch of its own.
-    """
-    ranks = assign(lengths, indices, budget)
-    bins = [_first_fit(lengths, mine, budget) for mine in ranks]
-    number = max(1, max(len(b) for b in bins))
-    return [
-        _balanced(lengths, mine, number, budget) or b + [[] for _ in range(number - len(b))]
-        for mine, b in zip(ranks, bins, strict=True)
-    ]
+    def takes(self, item: int, length: int, budget: Budget) -> bool:
+        """Add the item if it fits."""
+        longest = max(self.longest, length)
+        if not budget.fits(len(self.items) + 1, self.total + length, longest):
+            return False
+        self.items.append(item)
+        self.total, self.longest = self.total + length, longest
+        self.load += budget.cost(length)
+        return True
 
 
 def assign(lengths: Sequence[int], indices: Sequence[int], budget: Budget) -> list[list[int]]:
@@ -89,16 +88,40 @@ def largest_first(costs: Sequence[float], parts: int) -> list[list[int]]:
     return shares
 
 
-def _first_fit(lengths: Sequence[int], mine: Sequence[int], budget: Budget) -> list[list[int]]:
+def count_micro_batches(lengths: Sequence[int], mine: Sequence[int], budget: Budget) -> int:
+    """Micro-batches that this rank's sequences need, 0 without any."""
+    return len(_first_fit(lengths, mine, budget))
+
+
+def micro_batches(
+    lengths: Sequence[int], mine: Sequence[int], budget: Budget, number: int
+) -> list[list[int]]:
+    """Lay this rank's sequences out as `number` micro-batches, some of which may be empty.
+
+    Args:
+        lengths: tokens of every sequence that `mine` may name.
+        mine: the sequences of this rank.
+        number: at least what `count_micro_batches` says. A sequence longer than the budget has a
+            micro-batch of its own.
+    """
+    spread = _balanced(lengths, mine, number, budget)
+    if spread is not None:
+        return spread
+    bins = [b.items for b in _first_fit(lengths, mine, budget)]
+    return bins + [[] for _ in range(number - len(bins))]
+
+
+def _longest_first(lengths: Sequence[int], mine: Sequence[int]) -> list[int]:
+    return sorted(mine, key=lambda i: (-lengths[i], i))
+
+
+def _first_fit(lengths: Sequence[int], mine: Sequence[int], budget: Budget) -> list[_Bin]:
     """First-fit decreasing: the fewest micro-batches that this simple rule finds."""
-    bins: list[list[int]] = []
-    for index in sorted(mine, key=lambda i: (-lengths[i], i)):
-        for candidate in bins:
-            if budget.fits([lengths[i] for i in (*candidate, index)]):
-                candidate.append(index)
-                break
-        else:
-            bins.append([index])
+    bins: list[_Bin] = []
+    for index in _longest_first(lengths, mine):
+        if not any(b.takes(index, lengths[index], budget) for b in bins):
+            bins.append(_Bin())
+            bins[-1].takes(index, lengths[index], budget)
     return bins
 
 
@@ -106,14 +129,9 @@ def _balanced(
     lengths: Sequence[int], mine: Sequence[int], number: int, budget: Budget
 ) -> list[list[int]] | None:
     """Spread sequences over `number` micro-batches by cost; None where the budget breaks."""
-    bins: list[list[int]] = [[] for _ in range(number)]
-    load = [0] * number
-    for index in sorted(mine, key=lambda i: (-lengths[i], i)):
-        for slot in sorted(range(number), key=lambda s: load[s]):
-            if budget.fits([lengths[i] for i in (*bins[slot], index)]):
-                bins[slot].append(index)
-                load[slot] += budget.cost(lengths[index])
-                break
-        else:
+    bins = [_Bin() for _ in range(number)]
+    for index in _longest_first(lengths, mine):
+        by_load = sorted(bins, key=lambda b: b.load)
+        if not any(b.takes(index, lengths[index], budget) for b in by_load):
             return None
-    return bins
+    return [b.items for b in bins]

@@ -19,6 +19,7 @@ from ppo.rollout.generate import generate, make_requests, spread
 from ppo.run.run import Run
 from sharding.mesh import build_mesh, init_distributed
 from tests.distributed import run_distributed
+from tests.ppo.engines.drive import each
 
 
 def make_prompts(lengths: list[int], uids: list[int] | None = None) -> list[Prompt]:
@@ -75,8 +76,10 @@ def test_more_replicas_than_requests_leave_some_without_work():
     assert sorted(map(len, spread([5.0, 7.0], n=1, replicas=4))) == [0, 0, 1, 1]
 
 
-def completions_of(rank: int, world_size: int, folder: Path, tp: int) -> list[Completion]:
-    """All completions as this rank gets them; prompts and replicas do not divide evenly."""
+def completions_of(
+    rank: int, world_size: int, folder: Path, tp: int
+) -> list[tuple[int, Completion]]:
+    """What this rank gets, with its numbers; prompts and replicas do not divide evenly."""
     config = load_config(
         None,
         [
@@ -101,24 +104,30 @@ def completions_of(rank: int, world_size: int, folder: Path, tp: int) -> list[Co
         )
         run.drive(engine.wake())
         prompts, metrics = make_prompts([3, 9, 4, 1, 6]), Metrics()
-        completions = generate(engine, prompts, params, n=3, run=run, metrics=metrics)
+        numbers, completions = generate(engine, prompts, params, n=3, run=run, metrics=metrics)
         assert metrics.reduce(mesh.host_group)["rollout/tokens_per_s"] > 0
         engine.close()
-    return completions
+    assert numbers == sorted(numbers)
+    return list(zip(numbers, each(completions), strict=True))
 
 
-def completions_on_three_meshes(rank: int, world_size: int, folder: Path) -> list[list[Completion]]:
+def completions_on_three_meshes(
+    rank: int, world_size: int, folder: Path
+) -> list[list[tuple[int, Completion]]]:
     return [completions_of(rank, world_size, folder, tp) for tp in (1, 2, 4)]
 
 
 @pytest.mark.distributed
-def test_every_rank_gets_the_completions_that_one_rank_would_make(tmp_path):
+def test_the_engines_make_together_the_completions_that_one_rank_would_make(tmp_path):
     with init_distributed(torch.device("cpu")):
-        expected = completions_of(0, 1, tmp_path, 1)
+        expected = [one for _, one in completions_of(0, 1, tmp_path, 1)]
     assert len(expected) == 15 and len({tuple(c.response_ids) for c in expected}) == 15
-    for meshes in run_distributed(completions_on_three_meshes, 4, tmp_path):
-        for completions in meshes:
-            for mine, one in zip(completions, expected, strict=True):
-                assert mine.response_ids == one.response_ids
-                assert mine.finish_reason == one.finish_reason
-                assert mine.logprobs == pytest.approx(one.logprobs, abs=2e-5)
+    ranks = run_distributed(completions_on_three_meshes, 4, tmp_path)
+    for tp, meshes in zip((1, 2, 4), zip(*ranks, strict=True), strict=True):
+        assert [len(part) > 0 for part in meshes] == [rank % tp == 0 for rank in range(4)]
+        made = dict(pair for part in meshes for pair in part)
+        assert sum(map(len, meshes)) == len(made) == 15
+        for number, one in enumerate(expected):
+            assert made[number].response_ids == one.response_ids
+            assert made[number].finish_reason == one.finish_reason
+            assert made[number].logprobs == pytest.approx(one.logprobs, abs=2e-5)

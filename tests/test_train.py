@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import train_ppo
-from ppo.batch import RolloutBatch, make_batch
+from ppo.batch.samples import RolloutBatch
 from ppo.config import load_config
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
@@ -21,6 +21,7 @@ from ppo.metrics import Metrics
 from ppo.run.run import Run
 from sharding.mesh import build_mesh
 from tests.distributed import run_distributed
+from tests.ppo.batches import make_batch, put_together
 
 COMPARED = (
     "actor/pg_loss",
@@ -52,10 +53,10 @@ def train_here(
     update = train_ppo.update_actor
 
     def spy(actor: Any, batch: RolloutBatch, *rest: Any) -> None:
-        seen[-1]["tokens"].append(batch.response_ids)
-        seen[-1]["batches"].append(batch)
-        assert batch.advantages is not None
-        advantages = batch.advantages[batch.response_mask].double()
+        whole = put_together(batch)
+        seen[-1]["tokens"].append(whole.response_ids)
+        seen[-1]["batches"].append(whole)
+        advantages = whole.advantages[whole.response_mask].double()
         seen[-1]["whitened"].append((advantages.mean().item(), advantages.std().item()))
         update(actor, batch, *rest)
 
@@ -175,7 +176,7 @@ def test_every_estimator_without_a_critic_trains_on_what_it_is_defined_to_be(tmp
     )
     jobs = [(str(tmp_path / n), (*shared, f"algorithm.adv_estimator={n}")) for n in names]
     for seen in run_distributed(train_here, 2, jobs):
-        batches: dict[str, RolloutBatch] = {
+        batches: dict[str, Any] = {
             name: job["batches"][0] for name, job in zip(names, seen, strict=True)
         }
         first = batches["rloo"]
@@ -203,13 +204,16 @@ def test_every_estimator_without_a_critic_trains_on_what_it_is_defined_to_be(tmp
         assert_whitened(batches["reinforce_plus_plus_baseline"], centred)
         # without a KL penalty and at gamma 1 the reward to go is the score
         assert_whitened(batches["reinforce_plus_plus"], {i: first.scores[i].item() for i in kept})
-        remax, greedy = batches["remax"], batches["remax"].greedy
-        assert greedy is not None and len(greedy.scores) == 16
+        remax = batches["remax"]
+        assert len(remax.greedy_scores) == 16
         for i in range(48):
             group = int(remax.group_ids[i])
-            assert remax.failed[i] == (first.failed[i] or greedy.failed[group])
+            siblings = remax.failed[
+                remax.group_ids == group
+            ]  # all, where the greedy one has failed
+            assert remax.failed[i] == (first.failed[i] or siblings.all())
             if not remax.failed[i]:
-                difference = first.scores[i] - greedy.scores[group]
+                difference = first.scores[i] - remax.greedy_scores[group]
                 assert_advantage(remax, i, difference.item())
     alone = len(kept) - len(centred)
     for name in ("rloo", "opo", "reinforce_plus_plus_baseline"):
@@ -219,14 +223,13 @@ def test_every_estimator_without_a_critic_trains_on_what_it_is_defined_to_be(tmp
     assert "critic/vf_loss" not in row and row["actor/grad_norm"] > 0
 
 
-def assert_advantage(batch: RolloutBatch, i: int, expected: float) -> None:
+def assert_advantage(batch: Any, i: int, expected: float) -> None:
     """Every token of sequence i has this advantage."""
-    assert batch.advantages is not None
     found = batch.advantages[i][batch.response_mask[i]].tolist()
     assert found == pytest.approx([expected] * len(batch.response_ids[i]), abs=1e-5)
 
 
-def assert_whitened(batch: RolloutBatch, scores: dict[int, float]) -> None:
+def assert_whitened(batch: Any, scores: dict[int, float]) -> None:
     """The scores at every token of their sequences, whitened over all tokens."""
     tokens = [s for i, s in scores.items() for _ in batch.response_ids[i]]
     mean, std = statistics.fmean(tokens), statistics.stdev(tokens)

@@ -116,13 +116,14 @@ def micro_tokens(plan: Plan, section: ActorConfig | CriticConfig) -> int:
 
 
 def host_bytes(plan: Plan) -> list[Item]:
-    """Host memory of one node: every rank holds the whole rollout batch."""
+    """Host memory of one node: each rank holds its rows of the rollout batch."""
     config, ranks = plan.config, plan.dims.ranks_per_node
-    samples = config.data.train_batch_size * config.rollout.n
-    # eight float32 tensors and a mask of [B, T]; token ids as Python integers (36 bytes each)
-    batch = samples * config.data.max_response_length * (8 * 4 + 1)
-    ids = samples * config.data.max_length * 36
-    items = [Item("rollout batch on every rank", ranks * batch), Item("token ids", ranks * ids)]
+    rows = -(-config.data.train_batch_size * config.rollout.n // plan.dims.dp)
+    # eight float32 tensors and a mask of [b, T], and as much again while advantages are made of
+    # them; ids, log-probs and text of a sample where it was made, and ids where it is computed with
+    batch = rows * config.data.max_response_length * (16 * 4 + 1)
+    ids = rows * config.data.max_length * 16
+    items = [Item("rollout batch", ranks * batch), Item("tokens and texts", ranks * ids)]
     for model in plan.models(trained=True):
         fsdp, params = model.fsdp, model.shard_params
         if fsdp.param_offload or fsdp.offload_policy:

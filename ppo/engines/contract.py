@@ -6,7 +6,10 @@ trainer's loop or how requests are spread over replicas.
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from ppo.errors import InputError
 
@@ -71,13 +74,54 @@ class Completion(NamedTuple):
     """`stop` (stop token or text) or `length` (max_new_tokens or max_model_len)."""
 
 
+class Completions(NamedTuple):
+    """Many completions, one after the other: no number of them is a Python object."""
+
+    ids: np.ndarray
+    """int32, of all responses"""
+    logprobs: np.ndarray
+    """float32"""
+    lengths: list[int]
+    """tokens of each"""
+    finish_reasons: list[str]
+
+    @classmethod
+    def of(cls, completions: Sequence[Completion]) -> "Completions":
+        """From one object for each."""
+        return cls(
+            np.array([t for c in completions for t in c.response_ids], dtype=np.int32),
+            np.array([p for c in completions for p in c.logprobs], dtype=np.float32),
+            [len(c.response_ids) for c in completions],
+            [c.finish_reason for c in completions],
+        )
+
+    def borders(self) -> list[tuple[int, int]]:
+        """Where each one lies in `ids` and `logprobs`: from, to."""
+        return list(pairwise(accumulate(self.lengths, initial=0)))
+
+    def responses(self) -> list[list[int]]:
+        """The token ids of each."""
+        return [self.ids[start:end].tolist() for start, end in self.borders()]
+
+    def pick(self, order: Sequence[int]) -> "Completions":
+        """Those with these numbers, in this order."""
+        borders = self.borders()
+        kept = [slice(*borders[i]) for i in order]
+        return Completions(
+            np.concatenate([self.ids[part] for part in kept] or [self.ids[:0]]),
+            np.concatenate([self.logprobs[part] for part in kept] or [self.logprobs[:0]]),
+            [self.lengths[i] for i in order],
+            [self.finish_reasons[i] for i in order],
+        )
+
+
 class Generated(NamedTuple):
     """What a generation has made, on this rank.
 
     Every rank of the rollout group may have it, or its leader alone; the others have nothing then.
     """
 
-    completions: list[Completion]
+    completions: Completions
     """in the order of the requests"""
     metrics: dict[str, float]
     """rollout/* of this generation"""

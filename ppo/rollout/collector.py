@@ -1,7 +1,7 @@
 """Prompts in, samples out: the engine, awake and asleep, and how it samples.
 
 Owns step 1 of an iteration, which training, validation and rollout.py share. Must not know
-training or rewards. Every method is called by every rank and leaves the same batch on each.
+training or rewards. Every method is called by every rank, and each gets what its engine has made.
 """
 
 import logging
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ppo.batch import RolloutBatch, make_batch
+from ppo.batch.samples import Samples
 from ppo.config import Config
 from ppo.data.dataset import Prompt
 from ppo.data.prompts import PromptSets
@@ -22,6 +22,9 @@ from ppo.models.folder import model_folder, read_generation_config
 from ppo.models.learner import Model
 from ppo.rollout.generate import generate
 from ppo.run.run import Run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class Collector:
     run: Run
     actor: Model
     engine: Engine
+    tokenizer: "PreTrainedTokenizerBase"
     stop_token_ids: tuple[int, ...]
 
     @contextmanager
@@ -69,26 +73,34 @@ class Collector:
             step=step,
         )
 
-    def sample_training(
-        self, prompts: Sequence[Prompt], metrics: Metrics, step: int
-    ) -> RolloutBatch:
+    def sample_training(self, prompts: Sequence[Prompt], metrics: Metrics, step: int) -> Samples:
         """rollout.n responses to each prompt for iteration `step`, and greedy ones where needed."""
         rollout = self.config.rollout
         params = self._params(
             step, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
         )
-        batch = self.sample(prompts, params, rollout.n, metrics)
+        samples = self.sample(prompts, params, rollout.n, metrics)
         if self.config.algorithm.needs.greedy:
             greedy = self._params(step, temperature=0.0, top_p=1.0, top_k=-1)
-            batch.greedy = self.sample(prompts, greedy, 1, metrics)
-        return batch
+            samples.greedy = self.sample(prompts, greedy, 1, metrics)
+        return samples
 
     def sample(
         self, prompts: Sequence[Prompt], params: SamplingParams, n: int, metrics: Metrics
-    ) -> RolloutBatch:
-        """n responses to each prompt, in prompt-major order."""
-        completions = generate(self.engine, prompts, params, n=n, run=self.run, metrics=metrics)
-        return make_batch(prompts, completions)
+    ) -> Samples:
+        """n responses to each prompt, as tokens and as text."""
+        numbers, completions = generate(
+            self.engine, prompts, params, n=n, run=self.run, metrics=metrics
+        )
+        responses = completions.responses()  # transformers takes no sequences for an empty one
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True) if numbers else []
+        return Samples(
+            prompts=prompts,
+            n=n,
+            numbers=numbers,
+            completions=completions,
+            texts=[text.encode("utf-8", "replace").decode() for text in texts],
+        )
 
 
 @contextmanager
@@ -109,6 +121,7 @@ def open_collector(
             run=run,
             actor=actor,
             engine=engine,
+            tokenizer=prompts.tokenizer,
             stop_token_ids=stops,
         )
 

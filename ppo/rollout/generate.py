@@ -1,18 +1,12 @@
-"""Prompts to completions over all engines, in order on every rank."""
+"""Prompts to completions over all engines: each makes its share."""
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple
-
-import numpy as np
 
 from ppo.data.dataset import Prompt
-from ppo.engines.contract import Completion, Engine, Request, SamplingParams
+from ppo.engines.contract import Completions, Engine, Request, SamplingParams
 from ppo.metrics import Metrics
 from ppo.run.run import Run
-from sharding.agree import gather
-from sharding.mesh import Mesh
 from sharding.partition import largest_first
 
 UIDS_PER_PROMPT = 2**20
@@ -29,11 +23,12 @@ def generate(
     n: int,
     run: Run,
     metrics: Metrics,
-) -> list[Completion]:
-    """n completions of each prompt, on every rank: number i is sample i % n of prompt i // n.
+) -> tuple[list[int], Completions]:
+    """Numbers and completions of the samples of this rank's engine, ascending.
 
-    The engine's metrics are added to `metrics`. Collective over all ranks. Raises StopRequested,
-    or RuntimeError when an engine fails or a prompt is too long, on all ranks alike.
+    Number i is sample i % n of prompt i // n. A rank that leads no engine has none. The engine's
+    metrics are added to `metrics`. Collective over all ranks. Raises StopRequested, or RuntimeError
+    when an engine fails or a prompt is too long, on all ranks alike.
     """
     mesh = run.mesh
     requests = make_requests(prompts, n)
@@ -44,8 +39,11 @@ def generate(
     generated = run.drive(work, label="generate")
     for name, value in generated.metrics.items():
         metrics.add(name, value, 1)
-    completions = _gather(generated.completions, shares, mesh)
-    return [completions[s * len(prompts) + p] for p in range(len(prompts)) for s in range(n)]
+    if mesh.rollout_tp_rank != 0:
+        return [], Completions.of([])
+    numbers = [request % len(prompts) * n + request // len(prompts) for request in share]
+    order = sorted(range(len(share)), key=numbers.__getitem__)
+    return [numbers[i] for i in order], generated.completions.pick(order)
 
 
 def make_requests(prompts: Sequence[Prompt], n: int) -> list[Request]:
@@ -79,42 +77,3 @@ def spread(lengths: Sequence[float], *, n: int, replicas: int) -> list[list[int]
     if max(loads) * replicas <= _MAX_IMBALANCE * sum(loads):
         return [[s * number + p for s in range(n) for p in sorted(share)] for share in whole]
     return [sorted(share) for share in largest_first(list(lengths) * n, replicas)]
-
-
-class _Packed(NamedTuple):
-    """Completions as arrays: pickled as they are, not number by number."""
-
-    ids: np.ndarray
-    logprobs: np.ndarray
-    lengths: list[int]
-    reasons: list[str]
-
-    @classmethod
-    def of(cls, completions: Sequence[Completion]) -> "_Packed":
-        return cls(
-            np.array([t for c in completions for t in c.response_ids], dtype=np.int32),
-            np.array([p for c in completions for p in c.logprobs], dtype=np.float32),
-            [len(c.response_ids) for c in completions],
-            [c.finish_reason for c in completions],
-        )
-
-    def unpack(self) -> list[Completion]:
-        ids, logprobs = self.ids.tolist(), self.logprobs.tolist()
-        borders = pairwise(accumulate(self.lengths, initial=0))
-        return [
-            Completion(ids[start:end], logprobs[start:end], reason)
-            for (start, end), reason in zip(borders, self.reasons, strict=True)
-        ]
-
-
-def _gather(
-    completions: Sequence[Completion], shares: Sequence[Sequence[int]], mesh: Mesh
-) -> list[Completion]:
-    """Completions of all requests, by request number; each rollout group's leader sends its own."""
-    mine = _Packed.of(completions) if mesh.rollout_tp_rank == 0 else None
-    merged: dict[int, Completion] = {}
-    parts = gather(mine, mesh.host_group)
-    packed = (part for part in parts if part is not None)  # in the order of the replicas
-    for share, part in zip(shares, packed, strict=True):
-        merged.update(zip(share, part.unpack(), strict=True))
-    return [merged[number] for number in range(len(merged))]

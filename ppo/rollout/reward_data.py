@@ -75,12 +75,22 @@ def place(prompt: Prompt) -> str:
 
 def describe(prompt: Prompt, text: str, failure: str | None) -> str:
     """A sample for people: where its prompt stands, the answer, the truth, and what went wrong."""
-    lines = [
-        f"{place(prompt)}, data_source {prompt.data_source!r}",
-        f"response: {_shortened(text)}",
-        f"ground truth: {_shortened(prompt.ground_truth)}",
-    ]
+    lines = _lines(place(prompt), prompt.data_source, text, prompt.ground_truth)
     return "\n  ".join(lines if failure is None else [*lines, *failure.splitlines()])
+
+
+def describe_row(row: Mapping[str, Any]) -> str:
+    """The same of a sample that is a row of a samples file."""
+    where = f"prompt {row['uid']}"
+    return "\n  ".join(_lines(where, row["data_source"], row["response"], row["ground_truth"]))
+
+
+def _lines(where: str, data_source: str, text: str, ground_truth: Any) -> list[str]:
+    return [
+        f"{where}, data_source {data_source!r}",
+        f"response: {_shortened(text)}",
+        f"ground truth: {_shortened(ground_truth)}",
+    ]
 
 
 def _shortened(value: Any) -> str:

@@ -6,26 +6,26 @@ Must not know engines, advantages or what else scores a sample.
 
 import logging
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ppo.batch import make_batch
+from ppo.batch.packing import PAD_ID, Batcher, make_batcher
+from ppo.batch.samples import Samples
+from ppo.batch.shares import overview_of, owners_of, share_out
 from ppo.config import Config
 from ppo.data.dataset import Prompt
 from ppo.data.tokenizer import load_tokenizer, render_chat, token_ids
-from ppo.engines.contract import Completion
+from ppo.engines.contract import Completion, Completions
 from ppo.errors import InputError
 from ppo.forward_passes import response_values
 from ppo.models.build import build_value_model
 from ppo.models.folder import model_folder
 from ppo.models.learner import Model
 from ppo.models.roles import build_options
-from ppo.packing import PAD_ID, Batcher, make_batcher
 from ppo.run.run import Run
 from sharding.agree import together
 from sharding.mesh import Mesh
@@ -44,8 +44,8 @@ class RewardModel:
     tokenizer: "PreTrainedTokenizerBase"
     batcher: Batcher
 
-    def score(self, prompts: Sequence[Prompt], texts: Sequence[str], run: Run) -> Tensor:
-        """The logit of each conversation, prompt and response: [B] float32 on every rank's host.
+    def score(self, samples: Samples, run: Run) -> Tensor:
+        """The logit of each conversation here, prompt and response: [b] float32 on the host.
 
         A document is scored at its last token, as transformers' classifiers do. That is the value
         of the state before one more token, so one is put behind it; attention is causal. NaN for a
@@ -54,10 +54,35 @@ class RewardModel:
 
         A stop request ends the pass. Collective.
         """
-        documents = self._documents(prompts, texts, run.mesh)
+        mesh = run.mesh
+        documents, unfit = self._fitting(self._documents(samples, mesh))
+        prompts = [samples.prompts[number // samples.n] for number in range(samples.total)]
+        for number, ids in zip(samples.numbers, documents, strict=True):
+            prompts[number] = prompts[number]._replace(prompt_ids=ids)
+        ended = Samples(
+            prompts=prompts,
+            n=1,
+            numbers=samples.numbers,
+            completions=Completions.of([Completion([PAD_ID], [0.0], "stop")] * len(samples)),
+            texts=samples.texts,
+        )
+        overview, holders = overview_of(ended, mesh)
+        owners = owners_of(overview, [list(range(samples.total))], self.batcher.budget)
+        batch = share_out(ended, overview, holders, owners, mesh)
+        with self.model.on_device() as module:
+            values = response_values(module, batch, batcher=self.batcher, run=run)  # [b', 1]
+        scores = torch.zeros(samples.total)
+        scores[batch.rows] = values.reshape(-1)
+        dist.all_reduce(scores, group=mesh.dp_group)  # one rank has each score, others zeros
+        return scores[samples.numbers].masked_fill(unfit, torch.nan)
+
+    def _fitting(self, documents: list[list[int]]) -> tuple[list[list[int]], Tensor]:
+        """Documents that the model can take, one token for those that it cannot, and which."""
         limit = getattr(self.model.hf_config, "max_position_embeddings", None) or sys.maxsize
         num_ids = self.model.hf_config.vocab_size
-        unfit = torch.tensor([len(ids) >= limit or max(ids) >= num_ids for ids in documents])
+        unfit = torch.tensor(
+            [len(ids) >= limit or max(ids) >= num_ids for ids in documents], dtype=torch.bool
+        )
         if unfit.any():
             logger.warning(
                 "%d of %d conversations have more tokens than the reward model's %d positions, or "
@@ -65,40 +90,21 @@ class RewardModel:
                 *(int(unfit.sum()), len(documents), limit, num_ids),
                 extra={"every_rank": True},
             )
-            pairs = zip(documents, unfit.tolist(), strict=True)
-            documents = [[PAD_ID] if is_unfit else ids for ids, is_unfit in pairs]
-        ended = Completion([PAD_ID], [0.0], "stop")
-        batch = make_batch(
-            [
-                prompt._replace(prompt_ids=ids)
-                for prompt, ids in zip(prompts, documents, strict=True)
-            ],
-            [ended] * len(documents),
-        )
-        with self.model.on_device() as module:
-            values = response_values(module, batch, batcher=self.batcher, run=run)  # [B, 1]
-        return values[:, 0].masked_fill(unfit, torch.nan)
+        pairs = zip(documents, unfit.tolist(), strict=True)
+        return [[PAD_ID] if is_unfit else ids for ids, is_unfit in pairs], unfit
 
-    def _documents(
-        self, prompts: Sequence[Prompt], texts: Sequence[str], mesh: Mesh
-    ) -> list[list[int]]:
-        """Token ids of every conversation on every rank; each rank tokenizes its share."""
-        world_size = mesh.dims.world_size
+    def _documents(self, samples: Samples, mesh: Mesh) -> list[list[int]]:
+        """Token ids of the conversations here. Raises InputError on every rank."""
         pad_token_id = getattr(self.model.hf_config, "pad_token_id", None)
+        found = []
 
-        def share() -> list[np.ndarray]:
-            return [
-                np.array(
-                    until_scored(
-                        conversation_ids(self.tokenizer, prompts[i], texts[i]), pad_token_id
-                    ),
-                    np.int32,
-                )
-                for i in range(mesh.rank, len(prompts), world_size)
-            ]
+        def tokenize() -> None:
+            for index, text in enumerate(samples.texts):
+                ids = conversation_ids(self.tokenizer, samples.prompt(index), text)
+                found.append(until_scored(ids, pad_token_id))
 
-        parts = together(share, mesh.host_group, InputError, expected=InputError, name_ranks=False)
-        return [parts[i % world_size][i // world_size].tolist() for i in range(len(prompts))]
+        together(tokenize, mesh.host_group, InputError, expected=InputError, name_ranks=False)
+        return found
 
 
 def conversation_ids(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt, text: str) -> list[int]:

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import comb
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch.distributed as dist
 
-from ppo.batch import RolloutBatch
+from ppo.batch.samples import Overview, Samples
 from ppo.files import new_file
 from ppo.rollout.scoring import RewardsFailed, Scorer
 from ppo.tracking.tracker import Tracker
+from sharding.agree import gather_to_first
+from sharding.mesh import Mesh
 
 TRAIN_SAMPLES = 4
 """training samples of each step that are kept as text"""
@@ -26,48 +29,62 @@ NUMBERS = {
 """columns of a samples file that are no text"""
 
 
-def sample_rows(batch: RolloutBatch, scorer: Scorer) -> list[dict[str, Any]]:
-    """One JSON-able row per sample."""
-    return [
-        {
-            "prompt": prompt.messages,
-            "response": text,
-            "score": None if failed else score,
-            "components": components,
-            "failure": failure,
-            "data_source": prompt.data_source,
-            "ground_truth": prompt.ground_truth,
-            "finish_reason": reason,
-            "response_length": len(ids),
-            "uid": prompt.uid,
-        }
-        for prompt, text, score, components, failed, failure, reason, ids in zip(
-            batch.prompts,
-            scorer.texts(batch),
-            batch.scores.tolist(),
-            batch.components,
-            batch.failed.tolist(),
-            batch.failures,
-            batch.finish_reasons,
-            batch.response_ids,
-            strict=True,
+def sample_rows(
+    samples: Samples, mesh: Mesh, *, most: int | None = None
+) -> list[dict[str, Any]] | None:
+    """JSON-able rows of the samples of all ranks, in order, on rank 0; None elsewhere. Collective.
+
+    most: the first so many alone.
+    """
+    completions = samples.completions
+    found = [
+        (
+            number,
+            _row(samples, index, completions.lengths[index], completions.finish_reasons[index]),
         )
+        for index, number in enumerate(samples.numbers)
+        if most is None or number < most
     ]
+    parts = gather_to_first(found, mesh.host_group)
+    if parts is None:
+        return None
+    return [row for _, row in sorted((pair for part in parts for pair in part), key=itemgetter(0))]
 
 
-def log_samples(tracker: Tracker, scorer: Scorer, batch: RolloutBatch, step: int) -> None:
-    """A few training samples as text; lengths and scores as histograms; a warning if all agree."""
-    if dist.get_rank() == 0:
-        scorer.warn_of_equal_scores(batch)
-        rows = sample_rows(batch, scorer)
-        tracker.samples(step, rows[:TRAIN_SAMPLES], split="train", num_text=TRAIN_SAMPLES)
-        tracker.histogram(step, "response_length", [float(len(r)) for r in batch.response_ids])
-        tracker.histogram(step, "score", batch.scores[~batch.failed].tolist())
+def _row(samples: Samples, index: int, length: int, reason: str) -> dict[str, Any]:
+    prompt = samples.prompt(index)
+    return {
+        "prompt": prompt.messages,
+        "response": samples.texts[index],
+        "score": None if samples.failed[index] else samples.scores[index].item(),
+        "components": samples.components[index],
+        "failure": samples.failures[index],
+        "data_source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+        "finish_reason": reason,
+        "response_length": length,
+        "uid": prompt.uid,
+    }
+
+
+def log_samples(
+    tracker: Tracker, scorer: Scorer, samples: Samples, overview: Overview, step: int
+) -> None:
+    """A few training samples as text; lengths and scores as histograms; a warning if all agree.
+
+    Collective.
+    """
+    rows = sample_rows(samples, scorer.run.mesh, most=TRAIN_SAMPLES)
+    if rows is not None:
+        scorer.warn_of_equal_scores(overview, rows)
+        tracker.samples(step, rows, split="train", num_text=TRAIN_SAMPLES)
+        tracker.histogram(step, "response_length", overview.response_lengths.double().tolist())
+        tracker.histogram(step, "score", overview.scores[~overview.failed].tolist())
 
 
 @contextmanager
 def kept_on_failure(
-    tracker: Tracker, scorer: Scorer, batch: RolloutBatch, step: int
+    tracker: Tracker, scorer: Scorer, samples: Samples, step: int
 ) -> Iterator[None]:
     """When too many rewards fail in the block, all samples of the step are kept: they show why.
 
@@ -76,9 +93,10 @@ def kept_on_failure(
     try:
         yield
     except RewardsFailed:
+        rows = sample_rows(samples, scorer.run.mesh)
         try:
-            if dist.get_rank() == 0:
-                tracker.samples(step, sample_rows(batch, scorer), split="train", num_text=0)
+            if rows is not None:
+                tracker.samples(step, rows, split="train", num_text=0)
         finally:
             dist.barrier(group=scorer.run.mesh.host_group)
         raise

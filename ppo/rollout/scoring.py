@@ -1,18 +1,22 @@
 """Samples in, scores out: functions and reward model, failures, and their sum.
 
 Owns step 2 of an iteration, which training, validation and rollout.py share. Must not know engines
-or training. Every method is called by every rank and leaves the same batch on each.
+or training. Every method is called by every rank, with the samples that its engine has made; they
+are scored on their node.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ppo.batch import RolloutBatch
+from ppo.batch.samples import Overview, Samples
 from ppo.config import Config
 from ppo.data.prompts import PromptSets
 from ppo.metrics import Metrics
@@ -23,15 +27,13 @@ from ppo.rollout.reward_data import (
     check_columns,
     check_truths,
     describe,
+    describe_row,
     reward_request,
     warn_of_null_truths,
 )
 from ppo.rollout.reward_model import RewardModel, build_reward_model, conversation_ids
 from ppo.run.run import Run
-from sharding.agree import gather
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from sharding.agree import gather, gather_to_first
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,6 @@ class Scorer:
 
     config: Config
     run: Run
-    tokenizer: "PreTrainedTokenizerBase"
     pool: RewardPool | None
     """on local rank 0 of each node, None elsewhere"""
     reward_model: RewardModel | None
@@ -62,127 +63,138 @@ class Scorer:
     had_equal_scores: bool = False
     """in the last step; said when it begins"""
 
-    def texts(self, batch: RolloutBatch) -> list[str]:
-        """The responses as text, special tokens left out; B entries, valid Unicode."""
-        texts = self.tokenizer.batch_decode(batch.response_ids, skip_special_tokens=True)
-        return [text.encode("utf-8", "replace").decode() for text in texts]
+    def score(self, samples: Samples, metrics: Metrics) -> None:
+        """Fill samples.scores, the weighted sum of function and reward model, and its components.
 
-    def score(self, batch: RolloutBatch, metrics: Metrics) -> None:
-        """Fill batch.scores, the weighted sum of function and reward model, and what it is made of.
-
-        A sample whose reward failed or is not finite is masked out and counted. Raises
-        RewardsFailed when more than reward.max_failed_fraction of the samples failed; the batch
-        then holds what is known.
+        A sample whose reward failed or is not finite counts as failed. Raises RewardsFailed on all
+        ranks when more than reward.max_failed_fraction of the samples failed; the samples then hold
+        what is known.
         """
-        texts, failures, given_up = self.texts(batch), dict[int, RewardResult](), None
+        failures, given_up = dict[int, RewardResult](), None
         if self.config.reward.uses_function:
-            results, given_up = self._function_results(batch, texts)
-            failures |= self._add_function_scores(batch, results, metrics)
+            results, given_up = self._function_results(samples)
+            failures |= self._add_function_scores(samples, results, metrics)
         if self.reward_model is not None and given_up is None:
             with metrics.timed("reward_model"):
-                scores = self.reward_model.score(batch.prompts, texts, self.run)
-            failures |= self._add_model_scores(batch, scores, metrics)
-        if batch.greedy is not None and given_up is None:
-            self.score(batch.greedy, Metrics())
-            failures |= self._compare_with_greedy(batch, batch.greedy, metrics)
-        batch.scores[batch.failed] = 0.0
-        batch.response_mask &= ~batch.failed[:, None]
-        metrics.set("reward/failed", sum(r.failed == "error" for r in failures.values()))
-        metrics.set("reward/timeout", sum(r.failed == "timeout" for r in failures.values()))
-        self._report(batch, texts, failures, given_up)
+                scores = self.reward_model.score(samples, self.run)
+            failures |= self._add_model_scores(samples, scores, metrics)
+        if samples.greedy is not None and given_up is None:
+            self.score(samples.greedy, Metrics())
+            failures |= self._compare_with_greedy(samples, samples.greedy, metrics)
+        samples.scores[samples.failed] = 0.0
+        self._report(samples, failures, given_up, metrics)
 
-    def warn_of_equal_scores(self, batch: RolloutBatch) -> None:
-        """Say when all scores of a step are the same, if those of the step before were not."""
-        scored = (~batch.failed).nonzero()[:, 0].tolist()
-        scores = batch.scores[scored]
-        are_equal = len(scored) > 1 and bool((scores == scores[0]).all())
+    def warn_of_equal_scores(self, overview: Overview, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Say when all scores of a step are the same, if those of the step before were not.
+
+        rows: some samples of the step, as `sample_rows` gives them.
+        """
+        scores = overview.scores[~overview.failed]
+        are_equal = len(scores) > 1 and bool((scores == scores[0]).all())
         if are_equal and not self.had_equal_scores:
-            prompt, text = batch.prompts[scored[0]], self.texts(batch)[scored[0]]
-            advice = builtin.advice(prompt.data_source) if self.config.reward.uses_builtin else ""
+            row = next((row for row in rows if row["score"] is not None), rows[0])
+            advice = builtin.advice(row["data_source"]) if self.config.reward.uses_builtin else ""
             logger.warning(
                 "all scores of the step are %g: nothing can be learned from them%s; a sample:\n%s",
-                *(scores[0].item(), advice, describe(prompt, text, None)),
+                *(scores[0].item(), advice, describe_row(row)),
             )
         self.had_equal_scores = are_equal
 
-    def leave_unscored(self, batch: RolloutBatch) -> None:
-        """Mark all samples of a batch that will not be scored any more."""
-        _marked(batch, dict.fromkeys(range(len(batch)), NOT_SCORED))
+    def leave_unscored(self, samples: Samples) -> None:
+        """Mark samples that will not be scored any more."""
+        _marked(samples, dict.fromkeys(range(len(samples)), NOT_SCORED))
 
     def _add_function_scores(
-        self, batch: RolloutBatch, results: Sequence[RewardResult], metrics: Metrics
+        self, samples: Samples, results: Sequence[RewardResult], metrics: Metrics
     ) -> dict[int, RewardResult]:
-        """Add the function's scores to the batch, and return those that failed, by sample."""
+        """Add the function's scores to the samples, and return those that failed, by index."""
         weight = self.config.reward.weights.function
         weight = 1.0 if weight is None else weight
         failures = {}
         for index, result in enumerate(results):
             if result.score is not None:
-                batch.scores[index] += weight * result.score
-                batch.components[index]["function"] = result.score
+                samples.scores[index] += weight * result.score
+                samples.components[index]["function"] = result.score
                 if self.reward_model is not None:
                     metrics.add("reward/function_score", result.score, 1)
             elif result.failed or self.reward_model is None:
                 failures[index] = result if result.failed else NOT_APPLICABLE
             for name, value in result.extra.items():
-                batch.components[index][f"extra/{name}"] = value
+                samples.components[index][f"extra/{name}"] = value
                 metrics.add(f"reward/extra/{name}", value, 1)
-        return _marked(batch, failures)
+        return _marked(samples, failures)
 
     def _add_model_scores(
-        self, batch: RolloutBatch, scores: Tensor, metrics: Metrics
+        self, samples: Samples, scores: Tensor, metrics: Metrics
     ) -> dict[int, RewardResult]:
-        """Add the reward model's scores [B], and return those that are not finite, by sample."""
+        """Add the reward model's scores [b], and return those that are not finite, by index."""
         finite = scores.isfinite()
-        batch.scores += self.config.reward.weights.model * scores
+        samples.scores += self.config.reward.weights.model * scores
         metrics.add("reward/model_score", scores[finite].sum().item(), int(finite.sum()))
         failures = {}
         for index, score in enumerate(scores.tolist()):
-            batch.components[index]["model"] = score
-            if not finite[index] and not batch.failed[index]:
+            samples.components[index]["model"] = score
+            if not finite[index] and not samples.failed[index]:
                 text = f"the reward model's score is {score}"
                 failures[index] = RewardResult(None, "error", text)
-        return _marked(batch, failures)
+        return _marked(samples, failures)
 
     def _compare_with_greedy(
-        self, batch: RolloutBatch, greedy: RolloutBatch, metrics: Metrics
+        self, samples: Samples, greedy: Samples, metrics: Metrics
     ) -> dict[int, RewardResult]:
         """A sample whose greedy sibling has no score has nothing to be compared with: it fails."""
-        scored = ~greedy.failed
-        metrics.add("reward/greedy_score", greedy.scores[scored].sum().item(), int(scored.sum()))
-        alone = greedy.failed[batch.group_ids] & ~batch.failed
+        told = torch.zeros(2, greedy.total)
+        told[:, greedy.numbers] = torch.stack([greedy.scores, greedy.failed.float()])
+        dist.all_reduce(told, group=self.run.mesh.host_group)  # one rank has each, others zeros
+        samples.greedy_scores, failed = told[0], told[1].bool()
+        scored = ~failed
+        total = samples.greedy_scores[scored].double().sum().item()
+        metrics.add("reward/greedy_score", total, int(scored.sum()))
         message = "the reward of the greedy response to the same prompt failed"
         result = RewardResult(None, "error", message)
-        return _marked(batch, dict.fromkeys(alone.nonzero()[:, 0].tolist(), result))
+        alone = [
+            index
+            for index, number in enumerate(samples.numbers)
+            if failed[number // samples.n] and not samples.failed[index]
+        ]
+        return _marked(samples, dict.fromkeys(alone, result))
 
-    def _function_results(
-        self, batch: RolloutBatch, texts: Sequence[str]
-    ) -> tuple[list[RewardResult], str | None]:
-        """Results of all samples, in order, on every rank; every node scores its share.
+    def _function_results(self, samples: Samples) -> tuple[list[RewardResult], str | None]:
+        """Results of the samples here; their node's pool scores them.
 
         Also why scoring was given up before all had one; the same on every rank.
         """
         mesh = self.run.mesh
-        share = range(mesh.node_rank, len(texts), mesh.dims.nodes) if self.pool else range(0)
 
         def work() -> Generator[None, None, tuple[dict[int, RewardResult], str | None]]:
+            """Results by number, of all samples of the node, on the rank that holds the pool."""
+            found = gather_to_first((samples.numbers, samples.texts), mesh.node_group)
             if self.pool is None:
                 return {}, None
-            job = self.pool.submit([reward_request(batch.prompts[i], texts[i]) for i in share])
+            assert found is not None
+            texts = {n: text for part in found for n, text in zip(*part, strict=True)}
+            numbers = sorted(texts)
+            prompts = [samples.prompts[n // samples.n] for n in numbers]
+            job = self.pool.submit(
+                [reward_request(p, texts[n]) for p, n in zip(prompts, numbers, strict=True)]
+            )
             problem = None
             try:
                 while not job.poll(0.5):
-                    if problem := self._too_many(len(job.failures), len(texts)):
+                    if problem := self._too_many(len(job.failures), samples.total):
                         break  # not only when every sample has hung
                     yield
             except RewardError as error:
                 problem = str(error)
-            return {share[index]: result for index, result in job.finished.items()}, problem
+            return {numbers[index]: result for index, result in job.finished.items()}, problem
 
-        parts = gather(self.run.drive(work(), label="score"), mesh.host_group)
-        merged = {index: result for part, _ in parts for index, result in part.items()}
-        results = [merged.get(index, NOT_SCORED) for index in range(len(texts))]
-        return results, next((problem for _, problem in parts if problem is not None), None)
+        results, problem = self.run.drive(work(), label="score")
+        scored = gather(results, mesh.node_group)[0]  # local rank 0 holds the pool
+        problems = gather(problem, mesh.host_group)
+        return (
+            [scored.get(number, NOT_SCORED) for number in samples.numbers],
+            next((text for text in problems if text is not None), None),
+        )
 
     def _too_many(self, failures: int, total: int) -> str | None:
         """What is said when more samples failed than may."""
@@ -196,39 +208,46 @@ class Scorer:
 
     def _report(
         self,
-        batch: RolloutBatch,
-        texts: Sequence[str],
+        samples: Samples,
         failures: Mapping[int, RewardResult],
         given_up: str | None,
+        metrics: Metrics,
     ) -> None:
-        failed = [index for index, result in failures.items() if result is not NOT_SCORED]
-        end = given_up or self._too_many(len(failed), len(texts))
-        if end is None and not failed:
+        """Count failures over all ranks; say the first, or raise when there are too many."""
+        kinds = Counter(result.failed for result in failures.values() if result is not NOT_SCORED)
+        first = min((i for i, r in failures.items() if r is not NOT_SCORED), default=None)
+        shown = None
+        if first is not None:
+            prompt, failure = samples.prompt(first), samples.failures[first]
+            sample = describe(prompt, samples.texts[first], failure)
+            shown = samples.numbers[first], sample, (failure or "").splitlines()[-1]
+        told = gather((kinds, shown), self.run.mesh.host_group)
+        counts = sum((kinds for kinds, _ in told), Counter())
+        metrics.set("reward/failed", counts["error"])
+        metrics.set("reward/timeout", counts["timeout"])
+        end = given_up or self._too_many(counts.total(), samples.total)
+        if end is None and not counts:
             return
-        shown = ""
-        if failed and (end is not None or not self.has_shown_failure):
-            first = failed[0]
-            sample = describe(batch.prompts[first], texts[first], batch.failures[first])
-            shown = f"; the first:\n{sample}"
+        text = ""
+        if counts:
+            _, sample, line = min(shown for _, shown in told if shown is not None)
+            is_new = end is not None or not self.has_shown_failure
+            text = f"; the first:\n{sample}" if is_new else f"; the first: {line}"
             self.has_shown_failure = True
-        elif failed:
-            shown = f"; the first: {(batch.failures[failed[0]] or '').splitlines()[-1]}"
         if end is not None:
-            raise RewardsFailed(end + shown)
+            raise RewardsFailed(end + text)
         logger.warning(
             "the reward of %d of %d samples failed and they are masked out%s",
-            len(failed),
-            len(texts),
-            shown,
+            *(counts.total(), samples.total, text),
             extra={"every_rank": True},
         )
 
 
-def _marked(batch: RolloutBatch, failures: dict[int, RewardResult]) -> dict[int, RewardResult]:
-    """Note in the batch which samples have failed, and why; the failures."""
+def _marked(samples: Samples, failures: dict[int, RewardResult]) -> dict[int, RewardResult]:
+    """Note which samples have failed, and why; the failures."""
     for index, result in failures.items():
-        batch.failed[index] = True
-        batch.failures[index] = f"{result.failed}: {result.traceback.strip()}"
+        samples.failed[index] = True
+        samples.failures[index] = f"{result.failed}: {result.traceback.strip()}"
     return failures
 
 
@@ -266,7 +285,6 @@ def build_scorer(config: Config, run: Run, prompts: PromptSets, pool: RewardPool
     return Scorer(
         config=config,
         run=run,
-        tokenizer=prompts.tokenizer,
         pool=pool,
         reward_model=reward_model,
     )

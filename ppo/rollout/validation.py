@@ -33,8 +33,8 @@ def validate(
         tracker.samples(step, rows, split="val", num_text=num_text)
 
     rows = sample_and_score(collector, scorer, prompts, step=step, keep=keep)
-    for name, value in validation_metrics(rows, config.rollout.val_kwargs.n).items():
-        metrics.set(name, value)
+    for name, value in validation_metrics(rows or [], config.rollout.val_kwargs.n).items():
+        metrics.add(name, value, 1)  # on rank 0, which alone has them
 
 
 def sample_and_score(
@@ -44,8 +44,10 @@ def sample_and_score(
     *,
     step: int,
     keep: Callable[[Sequence[Mapping[str, Any]]], None],
-) -> list[dict[str, Any]]:
-    """One row per sample, prompt-major, sampled as rollout.val_kwargs says. Collective.
+) -> list[dict[str, Any]] | None:
+    """One row per sample, prompt-major, sampled as rollout.val_kwargs says; on rank 0 alone.
+
+    Collective.
 
     Args:
         keep: given all rows on rank 0, also when the rewards of too many have failed, which raises
@@ -60,21 +62,23 @@ def sample_and_score(
             for start in range(0, len(prompts), size)
         ]
     failure = None
-    for batch in batches:
+    for samples in batches:
         if failure is not None:
-            scorer.leave_unscored(batch)
+            scorer.leave_unscored(samples)
             continue
         try:
-            scorer.score(batch, ignored)
+            scorer.score(samples, ignored)
         except RewardsFailed as error:
             failure = error
-    samples = [row for batch in batches for row in sample_rows(batch, scorer)]
-    rows = [{"prompt_index": i // n, "sample": i % n} | row for i, row in enumerate(samples)]
+    mesh, rows = scorer.run.mesh, None
+    parts = [sample_rows(samples, mesh) for samples in batches]
     try:
-        if dist.get_rank() == 0:
+        if mesh.rank == 0:
+            flat = [row for part in parts for row in part or []]
+            rows = [{"prompt_index": i // n, "sample": i % n} | row for i, row in enumerate(flat)]
             keep(rows)
     finally:
-        dist.barrier(group=scorer.run.mesh.host_group)  # see kept_on_failure
+        dist.barrier(group=mesh.host_group)  # see kept_on_failure
     if failure is not None:
         raise failure
     return rows

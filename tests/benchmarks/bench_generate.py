@@ -63,8 +63,7 @@ def make_requests(batch: int, vocab_size: int) -> list[Request]:
 
 def engine_generate(engine: TorchEngine, requests: list[Request], params: SamplingParams) -> Tensor:
     """Lengths of the responses."""
-    completions = drive(engine.generate(requests, params)).completions
-    return torch.tensor([len(completion.response_ids) for completion in completions])
+    return torch.tensor(drive(engine.generate(requests, params)).completions.lengths)
 
 
 def transformers_generate(model: Any, requests: list[Request], lengths: Tensor) -> None:

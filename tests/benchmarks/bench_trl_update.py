@@ -22,18 +22,19 @@ from typing import NamedTuple
 
 import torch
 
-from ppo.batch import RolloutBatch, make_batch
+from ppo.batch.packing import Batcher
+from ppo.batch.samples import RolloutBatch
 from ppo.config import Config, load_config
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
 from ppo.metrics import Metrics
 from ppo.models.learner import Learner, make_optimizer
 from ppo.models.tiny import build_tiny_tokenizer
-from ppo.packing import Batcher
 from ppo.update import update_actor
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from sharding.partition import Budget
 from tests.benchmarks.measure import build_for_update, save_smollm2_shape, seconds
+from tests.ppo.batches import make_batch, responses
 
 TARGET = 1.3
 TRL_ROWS = 8  # sequences of a micro-batch, TRL's default
@@ -96,14 +97,20 @@ def update_here(batch: RolloutBatch, config: Config, folder: Path, mesh: Mesh) -
     return Update(seconds(work, mesh.device), first["actor/grad_norm"])
 
 
+def prompts_of(batch: RolloutBatch) -> list[list[int]]:
+    documents = batch.documents(range(len(batch)))
+    lengths = batch.prompt_lengths.tolist()
+    return [d[:length].tolist() for d, length in zip(documents, lengths, strict=True)]
+
+
 def update_in_trl(python: str, batch: RolloutBatch, folder: Path, n: int, dtype: str) -> Update:
     assert batch.advantages is not None
     tokens = folder / "tokens.json"
     tokens.write_text(
         json.dumps(
             {
-                "prompt": [p.prompt_ids for p in batch.prompts],
-                "completion": batch.response_ids,
+                "prompt": prompts_of(batch),
+                "completion": responses(batch),
                 "advantages": batch.advantages[:, 0].tolist(),
                 "n": n,
             }
@@ -153,10 +160,11 @@ def main() -> None:
                 update_in_trl(args.trl_python, batch, folder, TRL_ROWS, args.dtype)
             )
             updates["here"].append(update_here(batch, config, folder, mesh))
-    total = sum(batch.lengths)
-    share = total / len(batch.lengths) / max(batch.lengths)
+    lengths = batch.lengths.tolist()
+    total = sum(lengths)
+    share = total / len(lengths) / max(lengths)
     sys.stdout.write(
-        f"{len(batch.lengths)} sequences, {total} tokens, mean/max length {share:.2f}, "
+        f"{len(lengths)} sequences, {total} tokens, mean/max length {share:.2f}, "
         f"{args.layers} layers, {args.dtype}\n"
     )
     best = {name: min(found) for name, found in updates.items()}

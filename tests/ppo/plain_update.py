@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppo.batch import RolloutBatch, make_batch
+from ppo.batch.samples import RolloutBatch
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
+from tests.ppo.batches import make_batch
 from tests.ppo.models.hf_models import VOCAB
 
 N = 2  # samples of a prompt
@@ -34,9 +35,8 @@ def make_data() -> RolloutBatch:
         return torch.randint(3, VOCAB, (count,), generator=g).tolist()
 
     prompts = [Prompt(uid, tokens(n), "", None, {}, "") for uid, n in enumerate(PROMPTS)]
-    batch = make_batch(prompts, [Completion(tokens(n), [0.0] * n, "stop") for n in RESPONSES])
-    batch.failed[FAILED] = True
-    batch.response_mask[FAILED] = False
+    completions = [Completion(tokens(n), [0.0] * n, "stop") for n in RESPONSES]
+    batch = make_batch(prompts, completions, failed=FAILED)
 
     def noise(scale: float) -> Tensor:
         values = scale * torch.randn(batch.response_mask.shape, generator=g)
@@ -50,7 +50,7 @@ def make_data() -> RolloutBatch:
 
 def padded_forward(model: Any, batch: RolloutBatch, indices: list[int]) -> tuple[Tensor, Tensor]:
     """Token ids [b, S] and what plain transformers gives for them at once: [b, S, V] or [b, S]."""
-    rows = [[*batch.prompts[i].prompt_ids, *batch.response_ids[i]] for i in indices]
+    rows = [document.tolist() for document in batch.documents(indices)]
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
@@ -66,9 +66,9 @@ def with_scores(batch: RolloutBatch, actor: Any, critic: Any) -> RolloutBatch:
     with torch.no_grad():
         ids, logprobs = padded_forward(actor, batch, everything)
         _, values = padded_forward(critic, batch, everything)
-    for i, prompt in enumerate(batch.prompts):
+    for i, prompt_length in enumerate(batch.prompt_lengths.tolist()):
         for t in range(RESPONSES[i]):
-            at = len(prompt.prompt_ids) + t
+            at = prompt_length + t
             now = logprobs[i, at - 1, ids[i, at]]
             for tensor in (batch.old_logprobs, batch.ref_logprobs):
                 assert tensor is not None
@@ -123,13 +123,13 @@ def reference(
     model: Any, batch: RolloutBatch, part: range, mode: str, regularised: bool, seen: set[str]
 ) -> tuple[float, dict[str, Tensor]]:
     """Logged loss and gradients of one mini-batch."""
-    indices = [i for i in part if not batch.failed[i] and RESPONSES[i]]
+    indices = [i for i in part if not batch.all.failed[i] and RESPONSES[i]]
     ids, outputs = padded_forward(model, batch, indices)
     logged, complete = [], []
     for row, i in enumerate(indices):
         pairs = []
         for t in range(RESPONSES[i]):
-            at = len(batch.prompts[i].prompt_ids) + t
+            at = int(batch.prompt_lengths[i]) + t
             output, token = outputs[row, at - 1], int(ids[row, at])
             if hasattr(model, "score"):
                 pairs.append((one_token_of_value(output, batch, (i, t), seen),) * 2)

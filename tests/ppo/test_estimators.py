@@ -6,26 +6,27 @@ from typing import Any
 import pytest
 import torch
 
-from ppo.batch import RolloutBatch, make_batch
+from ppo.batch.samples import RolloutBatch
 from ppo.config import ESTIMATOR_NEEDS, AlgorithmConfig
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
 from ppo.estimators import ESTIMATORS, estimate
 from ppo.kl import token_rewards
+from tests.ppo.batches import make_batch
 
 
 def make(scores: list[float | None], *, n: int) -> RolloutBatch:
     """Samples of 1, 2, 3, ... tokens with these scores (None: the reward failed), n of a prompt."""
     prompts = [Prompt(uid, [7], "", None, {}, "") for uid in range(len(scores) // n)]
     batch = make_batch(
-        prompts, [Completion([5] * (i + 1), [0.0] * (i + 1), "stop") for i in range(len(scores))]
+        prompts,
+        [Completion([5] * (i + 1), [0.0] * (i + 1), "stop") for i in range(len(scores))],
+        scores=[0.0 if s is None else s for s in scores],
+        failed=[i for i, s in enumerate(scores) if s is None],
+        greedy_scores=torch.zeros(len(prompts)),
     )
-    batch.scores = torch.tensor([0.0 if s is None else s for s in scores])
-    batch.failed = torch.tensor([s is None for s in scores])
-    batch.response_mask &= ~batch.failed[:, None]
     batch.values = torch.zeros(batch.response_mask.shape)
-    batch.greedy = make_batch(prompts, [Completion([5], [0.0], "stop")] * len(prompts))
-    batch.rewards = token_rewards(batch.scores, None, batch.response_mask, kl_coef=0.0)
+    batch.rewards = token_rewards(batch.all.scores, None, batch.response_mask, kl_coef=0.0)
     return batch
 
 
@@ -47,7 +48,7 @@ def advantages(batch: RolloutBatch, name: Any, **keys: Any) -> list[float]:
 )
 def test_a_sample_whose_siblings_all_failed_has_nothing_to_be_compared_with(name, expected):
     batch = make([None, 100.0, 1.0, 4.0, None, None], n=2)
-    assert batch.alone.tolist() == [False, True, False, False, False, False]
+    assert batch.all.alone.tolist() == [False, True, False, False, False, False]
     found = advantages(batch, name, norm_adv_by_std_in_grpo=False)
     assert found == pytest.approx([0, 0, *expected, 0, 0])
 
@@ -74,7 +75,7 @@ def test_what_is_whitened_leaves_a_sample_without_siblings_out():
 )
 def test_with_one_response_a_prompt_the_rule_of_a_group_of_one_holds(name, expected):
     batch = make([100.0, None, 40.0], n=1)
-    assert not batch.alone.any()
+    assert not batch.all.alone.any()
     assert advantages(batch, name) == pytest.approx(expected, rel=1e-5)
 
 

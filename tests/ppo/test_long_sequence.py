@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ppo.batch import make_batch
+from ppo.batch.packing import Batcher
 from ppo.check.memory_phases import GIB, phases
 from ppo.check.preflight import find_models, plan_of, run_check
 from ppo.config import Config, load_config, parse_args
@@ -16,12 +16,12 @@ from ppo.metrics import Metrics
 from ppo.models.build import build_causal_lm
 from ppo.models.learner import Learner, make_optimizer
 from ppo.models.tiny import build_tiny_model
-from ppo.packing import Batcher
 from ppo.update import update_actor
 from sharding.mesh import build_mesh
 from sharding.partition import Budget
 from tests.distributed import run_distributed
 from tests.peak_memory import PeakTracker
+from tests.ppo.batches import make_batch, rows_here
 
 LENGTH = 32_768
 LIMIT_GIB = 0.0625  # of live tensors of a rank, in every phase of an iteration
@@ -67,7 +67,8 @@ def train_one(rank: int, world_size: int, folder: Path) -> dict[str, float]:
     metrics = Metrics()
     with PeakTracker(mesh.device) as tracker:
         tracker.watch(module.parameters())
-        update_actor(actor, long_batch(), config, batcher, metrics, 1)
+        batch = rows_here(long_batch(), mesh.dims.dp, mesh.dp_rank)
+        update_actor(actor, batch, config, batcher, metrics, 1)
     metrics.maximum("peak_bytes", tracker.peak_bytes)
     return metrics.reduce(mesh.host_group)
 

@@ -11,17 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ppo.batch import RolloutBatch
+from ppo.batch.packing import Batcher
+from ppo.batch.samples import RolloutBatch
 from ppo.config import Config, LossAggMode, MixedPrecisionConfig, load_config
 from ppo.metrics import Metrics
 from ppo.models.build import build_causal_lm, build_value_model
 from ppo.models.learner import Learner, make_optimizer
-from ppo.packing import Batcher
 from ppo.update import update_actor, update_critic
 from sharding.mesh import Mesh, build_mesh, init_distributed
-from sharding.partition import Budget, assign, partition
+from sharding.partition import Budget, assign, count_micro_batches
 from tests.distributed import run_distributed
 from tests.ppo import plain_update as plain
+from tests.ppo.batches import rows_here
 from tests.ppo.models.hf_models import save_model
 
 ROW = 48  # tokens of a micro-batch of an sp group; the longest sequence has 70
@@ -90,7 +91,7 @@ def test_the_batch_is_as_uneven_as_it_is_meant_to_be():
     ]
     dealt = [assign(lengths, k, Budget(dp=4, balance=False)) for k in kept]
     alone = Budget(dp=1, tokens=ROW)
-    needed = [[len(partition(lengths, mine, alone)[0]) if mine else 0 for mine in d] for d in dealt]
+    needed = [[count_micro_batches(lengths, mine, alone) for mine in d] for d in dealt]
     assert needed == [[5, 1, 1, 1], [1, 1, 0, 0]]  # micro-batches, were each rank alone
     assert max(lengths[i] for i in dealt[0][0]) > ROW
     assert [len(mine) for mine in assign(lengths, kept[1], Budget(dp=4))] == [1, 1, 0, 0]
@@ -181,6 +182,7 @@ def updated(
         total_steps=1,
     )
     metrics = Metrics()
+    batch = rows_here(batch, mesh.dims.dp, mesh.dp_rank)
     update(learner, batch, config, batcher_of(case, mesh), metrics, 1)
     return metrics.reduce(mesh.host_group), optimizer.steps
 
@@ -203,10 +205,12 @@ def update_all(
 def check_that_failures_take_no_step(actor: Path, critic: Path, batch: RolloutBatch) -> None:
     """A mini-batch whose samples all failed: momentum and weight decay must not move weights."""
     for failed, steps in ((plain.MINI_BATCHES[1], 1), (range(len(plain.RESPONSES)), 0)):
-        mask = batch.response_mask.clone()
-        mask[list(failed)] = False
+        is_failed = batch.all.failed.clone()
+        is_failed[list(failed)] = True
+        mask = batch.response_mask & ~is_failed[:, None]
+        mine = replace(batch, response_mask=mask, all=replace(batch.all, failed=is_failed))
         for update, path in ((update_actor, actor), (update_critic, critic)):
-            values, taken = updated(update, CASES[6], path, replace(batch, response_mask=mask))
+            values, taken = updated(update, CASES[6], path, mine)
             assert len(taken) == steps
             assert (f"{path.name}/grad_norm" in values) == (steps > 0)
 

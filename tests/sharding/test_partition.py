@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.partition import Budget, assign, largest_first, partition
+from sharding.partition import Budget, assign, count_micro_batches, largest_first, micro_batches
 
 
 def test_the_largest_cost_that_is_left_goes_to_the_part_with_the_least():
@@ -21,13 +21,15 @@ def test_the_largest_cost_that_is_left_goes_to_the_part_with_the_least():
     padded=st.booleans(),
     balance=st.booleans(),
 )
-def test_a_partition_covers_each_sequence_once_within_its_budget(
+def test_micro_batches_cover_each_sequence_once_within_its_budget(
     lengths, dp, tokens, count, padded, balance
 ):
     budget = Budget(dp=dp, tokens=tokens, count=count, padded=padded, balance=balance)
-    ranks = partition(lengths, range(len(lengths)), budget)
-    assert len(ranks) == dp
-    assert len({len(micros) for micros in ranks}) == 1  # the same number on every rank
+    shares = assign(lengths, range(len(lengths)), budget)
+    assert len(shares) == dp
+    number = max([1, *(count_micro_batches(lengths, mine, budget) for mine in shares)])
+    ranks = [micro_batches(lengths, mine, budget, number) for mine in shares]
+    assert all(len(micros) == number for micros in ranks)
     assert sorted(i for micros in ranks for m in micros for i in m) == list(range(len(lengths)))
     for micro in (m for micros in ranks for m in micros if len(m) > 1):
         size = (

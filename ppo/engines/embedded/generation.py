@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ppo.engines.contract import Completion, Request, SamplingParams
+from ppo.engines.contract import Completion, Completions, Request, SamplingParams
 from ppo.engines.embedded.kv_cache import KVCache
 from ppo.engines.embedded.model import LocalModel
 from ppo.engines.embedded.sampling import sample, uniforms
@@ -113,13 +113,15 @@ class Generation:
         if any(row.finish_reason for row in self._running):
             self._compact()
 
-    def completions(self) -> list[Completion]:
+    def completions(self) -> Completions:
         """In the order of the requests, once `done`."""
         assert self.done
-        return [
-            Completion(row.response_ids, row.logprobs, row.finish_reason or "length")
-            for row in self._rows
-        ]
+        return Completions.of(
+            [
+                Completion(row.response_ids, row.logprobs, row.finish_reason or "length")
+                for row in self._rows
+            ]
+        )
 
     @property
     def num_tokens(self) -> int:

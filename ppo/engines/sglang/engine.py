@@ -23,7 +23,7 @@ from torch import nn
 
 from ppo.config import Config
 from ppo.engines.contract import (
-    Completion,
+    Completions,
     Generated,
     Request,
     SamplingParams,
@@ -206,7 +206,7 @@ class SGLangEngine:
         if params.stop and not self.rollout.stop:
             raise ValueError("texts that end a response have to be in rollout.stop from the start")
         if self._host is None or not requests:
-            return Generated([], {})
+            return Generated(Completions.of([]), {})
         started = time.monotonic()
         call = self._host.submit(
             "generate",
@@ -219,10 +219,9 @@ class SGLangEngine:
         except GeneratorExit:
             self._host.abort()
             raise
-        completions = [Completion(*output) for output in reply["outputs"]]
-        lengths = [len(completion.response_ids) for completion in completions]
+        completions = Completions(*reply["completions"])
         seconds = time.monotonic() - started
-        return Generated(completions, self._generation_metrics(reply, lengths, seconds))
+        return Generated(completions, self._generation_metrics(reply, completions.lengths, seconds))
 
     def _sampling(self, request: Request, params: SamplingParams) -> dict[str, Any]:
         return sglang_args.sampling_parameters(

@@ -243,11 +243,13 @@ class EngineHost:
     ) -> dict[str, Any]:
         """Responses in the order of the requests, with what was seen of the engine meanwhile.
 
-        Returns outputs, a list of (token ids, log-probs, finish reason), the sums prompt_tokens and
-        cached_tokens, and loads, a list of (running requests, share of the KV cache in use);
-        nothing when it was aborted.
+        Returns completions (the fields of `Completions`), the sums prompt_tokens and cached_tokens,
+        and loads, a list of (running requests, share of the KV cache in use); nothing when it was
+        aborted.
         """
         from sglang.srt.managers.io_struct import GenerateReqInput
+
+        from ppo.engines.contract import Completion, Completions
 
         request = GenerateReqInput(
             input_ids=input_ids, sampling_params=sampling_params, return_logprob=True
@@ -263,14 +265,18 @@ class EngineHost:
                 raise RuntimeError(f"SGLang gave up {len(aborted)} requests: {aborted[0]}")
             return {}
         return {
-            "outputs": [
-                (
-                    list(output["output_ids"]),
-                    [logprob for logprob, *_ in info["output_token_logprobs"]],
-                    reason["type"],
+            "completions": tuple(
+                Completions.of(
+                    [
+                        Completion(
+                            output["output_ids"],
+                            [logprob for logprob, *_ in info["output_token_logprobs"]],
+                            reason["type"],
+                        )
+                        for output, info, reason in zip(task.result(), infos, reasons, strict=True)
+                    ]
                 )
-                for output, info, reason in zip(task.result(), infos, reasons, strict=True)
-            ],
+            ),
             "prompt_tokens": sum(info["prompt_tokens"] for info in infos),
             "cached_tokens": sum(info["cached_tokens"] for info in infos),
             "loads": loads,

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,18 +15,19 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config
 
-from ppo.batch import RolloutBatch, make_batch
+from ppo.batch.packing import make_batcher
+from ppo.batch.samples import Samples
+from ppo.batch.shares import overview_of, share_out
 from ppo.config import load_config
 from ppo.data.dataset import Prompt
 from ppo.data.prompts import load_prompts
-from ppo.engines.contract import Completion
+from ppo.engines.contract import Completion, Completions, SamplingParams
 from ppo.errors import InputError
 from ppo.forward_passes import response_logprobs
 from ppo.metrics import Metrics
 from ppo.models.build import build_causal_lm, vocabulary_of
 from ppo.models.learner import Model
 from ppo.models.tiny import build_tiny_model, build_tiny_tokenizer
-from ppo.packing import make_batcher
 from ppo.rewards.pool import RewardPool
 from ppo.rollout.collector import (
     Collector,
@@ -36,6 +38,7 @@ from ppo.rollout.collector import (
 from ppo.rollout.scoring import Scorer
 from ppo.run.run import Run
 from sharding.mesh import build_mesh, init_distributed
+from tests.ppo.batches import make_samples
 from tests.ppo.engines.drive import drive
 from tests.ppo.models.hf_models import add_spare_rows
 
@@ -69,6 +72,7 @@ def test_the_actor_takes_device_memory_only_when_the_engine_has_measured_what_is
         "run": SimpleNamespace(drive=drive),
         "actor": SimpleNamespace(on_device=on_device),
         "engine": Engine(),
+        "tokenizer": None,
         "stop_token_ids": (),
     }
     metrics = Metrics(torch.device("cpu"))
@@ -100,7 +104,8 @@ def test_a_reward_that_hangs_ends_the_run_before_every_sample_has_hung(tmp_path:
         ],
     )
     prompts = [Prompt(i, [7], "any", None, {}, "") for i in range(20)]
-    batch = make_batch(prompts, [Completion([97], [0.0], "stop")] * 20)
+    samples = make_samples(prompts, [Completion([97], [0.0], "stop")] * 20)
+    samples = replace(samples, texts=["a"] * 20)
     with init_distributed(torch.device("cpu")):
         mesh = build_mesh(config.dims(1, 1), torch.device("cpu"))
         pool = RewardPool(config.reward, log_path=tmp_path / "rewards.log")
@@ -108,19 +113,18 @@ def test_a_reward_that_hangs_ends_the_run_before_every_sample_has_hung(tmp_path:
             scorer = Scorer(
                 config=config,
                 run=run,
-                tokenizer=build_tiny_tokenizer(),
                 pool=pool,
                 reward_model=None,
             )
             with pytest.raises(RuntimeError, match=r"failed for \d+ of 20 samples") as error:
-                scorer.score(batch, Metrics())
+                scorer.score(samples, Metrics())
     found = re.search(
         r"failed for (\d+) of 20 samples, more than reward.max_failed", str(error.value)
     )
     assert found is not None and 3 <= int(found[1]) < 10, error.value
 
 
-def sampled_from(folder: Path, run_dir: Path) -> tuple[RolloutBatch, Tensor]:
+def sampled_from(folder: Path, run_dir: Path) -> tuple[Samples, Tensor]:
     """Samples of the embedded engine from a model's folder, and their log-probs by the trainer."""
     config = load_config(
         "ppo_tiny.yaml",
@@ -152,15 +156,17 @@ def sampled_from(folder: Path, run_dir: Path) -> tuple[RolloutBatch, Tensor]:
             collector.awake(Metrics()),
         ):
             samples = collector.sample_training(some, Metrics(), step=1)
+        overview, holders = overview_of(samples, mesh)
+        batch = share_out(samples, overview, holders, torch.zeros_like(holders), mesh)
         logprobs = response_logprobs(
             module,
-            samples,
-            [list(range(len(samples)))],
+            batch,
+            [list(range(len(batch)))],
             batcher=make_batcher(config, mesh, actor, tokens=4096),
             run=run,
             temperature=config.rollout.temperature,
         )
-    return samples, logprobs
+    return samples, logprobs[batch.response_mask]
 
 
 def test_generation_config_says_how_responses_end_and_nothing_else(tmp_path):
@@ -180,18 +186,19 @@ def test_generation_config_says_how_responses_end_and_nothing_else(tmp_path):
         want, _ = sampled_from(plain, tmp_path / "run")
         for name, folder in folders.items():
             got, _ = sampled_from(folder, tmp_path / f"run_{name}")
-            assert got.response_ids == want.response_ids, name
-            assert torch.equal(got.rollout_logprobs, want.rollout_logprobs), name
-    assert set(want.finish_reasons) == {"stop", "length"}
+            assert (got.completions.ids == want.completions.ids).all(), name
+            assert (got.completions.logprobs == want.completions.logprobs).all(), name
+            assert got.completions.lengths == want.completions.lengths
+    assert set(want.completions.finish_reasons) == {"stop", "length"}
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_never_sampled_and_have_no_probability(tmp_path):
     folder = add_spare_rows(build_tiny_model(tmp_path / "more_rows"), 64)
     with init_distributed(torch.device("cpu")):
         samples, logprobs = sampled_from(folder, tmp_path / "run")
-    mask = samples.response_mask
-    assert max(max(ids) for ids in samples.response_ids) < 512
-    torch.testing.assert_close(samples.rollout_logprobs[mask], logprobs[mask], rtol=1e-5, atol=1e-5)
+    assert samples.completions.ids.max() < 512
+    sampled = torch.from_numpy(samples.completions.logprobs)
+    torch.testing.assert_close(sampled, logprobs, rtol=1e-5, atol=1e-5)
 
 
 def test_the_ids_that_end_a_response_are_those_of_every_file(tmp_path):
@@ -212,3 +219,26 @@ def test_responses_that_no_token_can_end_are_said(caplog):
     assert not caplog.text
     warn_if_nothing_ends((512, 600), 512)
     assert "none of the ids that end a response, [512, 600], is one of the 512" in caplog.text
+
+
+def test_a_response_is_valid_text_whatever_the_tokenizer_makes_of_it(monkeypatch):
+    class Odd:
+        def batch_decode(self, ids: list[list[int]], **options: Any) -> list[str]:
+            assert ids == [[97]]
+            return ["a\ud800b"]
+
+    made = [0], Completions.of([Completion([97], [0.0], "stop")])
+    monkeypatch.setattr("ppo.rollout.collector.generate", lambda *_, **options: made)
+    odd: Any = Odd()
+    nothing: Any = None
+    collector = Collector(
+        config=nothing,
+        run=nothing,
+        actor=nothing,
+        engine=nothing,
+        tokenizer=odd,
+        stop_token_ids=(),
+    )
+    prompts = [Prompt(0, [7], "any", None, {}, "")]
+    samples = collector.sample(prompts, SamplingParams(max_new_tokens=1), 1, Metrics())
+    assert samples.texts == ["a?b"]

@@ -1,5 +1,6 @@
 """The reward model against transformers' sequence classifiers, on any mesh, and in a whole run."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ppo.batch import RolloutBatch, make_batch
+from ppo.batch.samples import Samples
 from ppo.check.rules import check_config
 from ppo.config import ConfigError, load_config
 from ppo.data.dataset import Prompt
-from ppo.engines.contract import Completion
+from ppo.engines.contract import Completion, Completions
 from ppo.errors import InputError
 from ppo.metrics import Metrics
 from ppo.models.tiny import build_tiny_model, build_tiny_tokenizer
@@ -91,6 +92,18 @@ def expected_scores(folder: Path) -> torch.Tensor:
         )
 
 
+def samples_of(texts: Sequence[str], numbers: Sequence[int]) -> Samples:
+    """Of these texts, one a prompt, those with these numbers."""
+    chosen = [texts[i] for i in numbers]
+    return Samples(
+        prompts=make_prompts()[: len(texts)],
+        n=1,
+        numbers=list(numbers),
+        completions=Completions.of([Completion(list(x.encode()), [], "stop") for x in chosen]),
+        texts=chosen,
+    )
+
+
 def load(folder: Path, *overrides: str):
     return load_config(
         "ppo_tiny.yaml",
@@ -105,7 +118,8 @@ def load(folder: Path, *overrides: str):
 
 def score_on_every_mesh(
     rank: int, world_size: int, model: Path, out: Path, names: Sequence[str] = tuple(MESHES)
-) -> list[torch.Tensor]:
+) -> list[tuple[list[int], torch.Tensor]]:
+    """Numbers and scores of what this rank is given, on each mesh."""
     found = []
     for name in names:
         overrides = MESHES[name]
@@ -114,7 +128,9 @@ def score_on_every_mesh(
         with Run(config, mesh, command=["test"]) as run:
             reward_model = build_reward_model(config, run)
             assert reward_model is not None
-            found.append(reward_model.score(make_prompts(), RESPONSES, run))
+            numbers = list(range(rank, len(RESPONSES), world_size))
+            samples = samples_of(RESPONSES, numbers)
+            found.append((numbers, reward_model.score(samples, run)))
     return found
 
 
@@ -124,15 +140,18 @@ def test_scores_are_those_of_transformers_on_every_mesh(tmp_path):
     want = expected_scores(folder)
     assert want.std() > 0.1
     for scores in run_distributed(score_on_every_mesh, 4, folder, tmp_path / "runs"):
-        for name, got in zip(MESHES, scores, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=name)
+        for name, (numbers, got) in zip(MESHES, scores, strict=True):
+            torch.testing.assert_close(got, want[numbers], rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.distributed
 def test_a_mixture_of_experts_whose_names_are_converted_scores_as_transformers(tmp_path):
     folder = save_classifier(tmp_path / "model", "mixtral")
-    for scores in run_distributed(score_on_every_mesh, 2, folder, tmp_path / "runs", ["full"]):
-        torch.testing.assert_close(scores[0], expected_scores(folder), rtol=1e-5, atol=1e-5)
+    want = expected_scores(folder)
+    for [(numbers, scores)] in run_distributed(
+        score_on_every_mesh, 2, folder, tmp_path / "runs", ["full"]
+    ):
+        torch.testing.assert_close(scores, want[numbers], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.distributed
@@ -143,8 +162,8 @@ def test_a_conversation_that_ends_with_the_padding_token_scores_as_transformers_
     assert (want - expected_scores(other)).abs().min() > 1e-3
     names = ["full", "padded", "sp 2"]
     for scores in run_distributed(score_on_every_mesh, 2, folder, tmp_path / "runs", names):
-        for name, got in zip(names, scores, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=name)
+        for name, (numbers, got) in zip(names, scores, strict=True):
+            torch.testing.assert_close(got, want[numbers], rtol=1e-5, atol=1e-5, msg=name)
 
 
 def test_only_padding_at_the_end_is_cut_and_one_token_is_left():
@@ -160,9 +179,11 @@ def test_a_conversation_that_the_model_cannot_take_has_no_score(tmp_path):
     texts = [expected_text(*pair).encode() for pair in zip(make_prompts(), RESPONSES, strict=True)]
     unfit = [len(text) >= 32 or max(text) >= 170 for text in texts]
     assert sum(unfit) == sum(len(text) >= 32 for text in texts) + 1  # the é
-    for scores in run_distributed(score_on_every_mesh, 1, folder, tmp_path / "runs", ["full"]):
-        assert [not score.isfinite() for score in scores[0]] == unfit
-        assert 0 < scores[0].isfinite().sum() < len(unfit)
+    for [(_, scores)] in run_distributed(
+        score_on_every_mesh, 1, folder, tmp_path / "runs", ["full"]
+    ):
+        assert [not score.isfinite() for score in scores] == unfit
+        assert 0 < scores.isfinite().sum() < len(unfit)
 
 
 REWARD = """
@@ -198,9 +219,10 @@ def test_a_run_is_rewarded_by_the_model_alone_or_by_the_weighted_sum(tmp_path):
         assert not both.response_mask[both.failed].any() and not both.scores[both.failed].any()
         assert (metric.scores[kept] == 10).all()
         model = build_classifier(tmp_path / "alone" / "tiny_reward_model")
-        for i in range(3):
+        kept = (tmp_path / "alone" / "samples" / "train_00000001.jsonl").read_text().splitlines()
+        for i, row in enumerate(map(json.loads, kept)):
             torch.testing.assert_close(
-                alone.scores[i], model(alone, i), rtol=1e-5, atol=1e-6, msg=str(i)
+                alone.scores[i], model(row), rtol=1e-5, atol=1e-6, msg=str(i)
             )
     row = rows_of(tmp_path / "alone")[0]
     assert row["reward/model_score"] == pytest.approx(row["critic/score/mean"])
@@ -216,10 +238,8 @@ def build_classifier(folder: Path):
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
 
-    def score(batch: RolloutBatch, i: int) -> torch.Tensor:
-        tokenizer = build_tiny_tokenizer()
-        text = tokenizer.decode(batch.response_ids[i], skip_special_tokens=True)
-        prompt = f"copy {batch.prompts[i].ground_truth}"
+    def score(row: dict[str, Any]) -> torch.Tensor:
+        prompt, text = row["prompt"][0]["content"], row["response"]
         ids = [259, *prompt.encode(), 257, 260, *str(text).encode(), 257]
         with torch.no_grad():
             return model(torch.tensor([ids])).logits[0, 0]
@@ -240,24 +260,20 @@ def score_with_nan(rank: int, world_size: int, folder: Path, out: Path) -> None:
     config = load(folder, f"trainer.default_local_dir={out}")
     mesh = build_mesh(config.dims(world_size, world_size), torch.device("cpu"))
     answers = ["ab", "az", "c"]
-    batch = make_batch(
-        make_prompts()[:3], [Completion(list(x.encode()), [0.0] * len(x), "stop") for x in answers]
-    )
+    samples = samples_of(answers, range(3))
     with Run(config, mesh, command=["test"]) as run:
         scorer = Scorer(
             config=config,
             run=run,
-            tokenizer=build_tiny_tokenizer(),
             pool=None,
             reward_model=build_reward_model(config, run),
         )
         with pytest.raises(
             RuntimeError, match=r"(?s)1 of 3 samples.*the reward model's score is nan"
         ):
-            scorer.score(batch, Metrics())
-    assert batch.failed.tolist() == [False, True, False]
-    assert batch.response_mask.tolist() == [[True, True], [False, False], [True, False]]
-    assert batch.scores[1] == 0 and batch.scores.isfinite().all()
+            scorer.score(samples, Metrics())
+    assert samples.failed.tolist() == [False, True, False]
+    assert samples.scores[1] == 0 and samples.scores.isfinite().all()
 
 
 def errors_of(
@@ -271,7 +287,7 @@ def errors_of(
         with Run(config, mesh, command=["test"]) as run, pytest.raises(InputError) as error:
             reward_model = build_reward_model(config, run)
             assert reward_model is not None
-            reward_model.score(make_prompts(), RESPONSES, run)
+            reward_model.score(samples_of(RESPONSES, range(len(RESPONSES))), run)
         found.append(str(error.value))
     return found
 

@@ -3,13 +3,15 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ppo.batch import RolloutBatch, make_batch
+from ppo.batch.samples import Samples
+from ppo.batch.shares import overview_of
 from ppo.config import load_config
 from ppo.data.dataset import Prompt
 from ppo.data.prompts import PromptSets
@@ -23,6 +25,7 @@ from ppo.rollout.scoring import RewardsFailed, Scorer, open_rewards
 from ppo.run.run import Run
 from ppo.tracking.tracker import Tracker
 from sharding.mesh import build_mesh, init_distributed
+from tests.ppo.batches import make_samples
 
 TOKENIZER = build_tiny_tokenizer()
 SOURCE = """
@@ -38,10 +41,11 @@ def make_prompt(index: int, source: str = "src", truth: Any = "abc", **extra) ->
     return Prompt(index, [7], source, truth, extra, "p", f"data/a.jsonl, row {index}")
 
 
-def batch_of(texts: Sequence[str], **more) -> RolloutBatch:
+def samples_of(texts: Sequence[str], **more) -> Samples:
     prompts = [make_prompt(index, **more) for index in range(len(texts))]
     ids = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in texts]
-    return make_batch(prompts, [Completion(i, [0.0] * len(i), "stop") for i in ids])
+    samples = make_samples(prompts, [Completion(i, [0.0] * len(i), "stop") for i in ids])
+    return replace(samples, texts=list(texts))
 
 
 @contextmanager
@@ -60,20 +64,21 @@ def scorer_of(folder: Path, *overrides: str) -> Iterator[Scorer]:
     with init_distributed(torch.device("cpu")):
         mesh = build_mesh(config.dims(1, 1), torch.device("cpu"))
         with Run(config, mesh, command=["test"]) as run, open_rewards(config, run, prompts) as pool:
-            yield Scorer(config=config, run=run, tokenizer=TOKENIZER, pool=pool, reward_model=None)
+            yield Scorer(config=config, run=run, pool=pool, reward_model=None)
 
 
 def test_entries_of_a_dict_have_a_place_of_their_own_and_a_failed_sample_keeps_its_reason(
     tmp_path, caplog
 ):
-    metrics, batch = Metrics(), batch_of(["ab", "raise", "abc"])
+    metrics, samples = Metrics(), samples_of(["ab", "raise", "abc"])
     with scorer_of(tmp_path, "reward.max_failed_fraction=0.4") as scorer:
-        scorer.score(batch, metrics)
-        rows = sample_rows(batch, scorer)
+        scorer.score(samples, metrics)
+        rows = sample_rows(samples, scorer.run.mesh)
+    assert rows is not None
     values = metrics.reduce()
     assert (values["reward/failed"], values["reward/timeout"]) == (1, 0)
     assert (values["reward/extra/failed"], values["reward/extra/acc"]) == (-1, 0.5)
-    assert batch.scores.tolist() == [2, 0, 3] and batch.failed.tolist() == [False, True, False]
+    assert samples.scores.tolist() == [2, 0, 3] and samples.failed.tolist() == [False, True, False]
     assert rows[2]["components"] == {"function": 3, "extra/failed": -1, "extra/acc": 1}
     assert (rows[1]["score"], rows[1]["components"]) == (None, {})
     assert rows[1]["failure"].startswith("error: Traceback") and rows[0]["failure"] is None
@@ -87,23 +92,23 @@ def test_entries_of_a_dict_have_a_place_of_their_own_and_a_failed_sample_keeps_i
 def test_a_failed_sample_is_shown_whole_once(tmp_path, caplog):
     with scorer_of(tmp_path, "reward.max_failed_fraction=1") as scorer:
         for _ in range(2):
-            scorer.score(batch_of(["raise"]), Metrics())
+            scorer.score(samples_of(["raise"]), Metrics())
     first, second = (message for message in caplog.messages if "masked out" in message)
     assert "response: 'raise'" in first
     assert second.endswith("the first: ValueError: half \\ud800")
 
 
 def test_samples_of_a_step_whose_rewards_end_the_run_are_kept_with_their_failures(tmp_path):
-    batch = batch_of(["ab", "raise", "abc", "raise", "raise"])
+    samples = samples_of(["ab", "raise", "abc", "raise", "raise"])
     with (
         scorer_of(tmp_path, "reward.max_failed_fraction=0.1") as scorer,
         Tracker(scorer.run.dir, enabled=True, loggers=["jsonl"]) as tracker,
     ):
         with (
             pytest.raises(RewardsFailed, match=r"(?s)failed for \d of 5 .*row 1, data_source"),
-            kept_on_failure(tracker, scorer, batch, 4),
+            kept_on_failure(tracker, scorer, samples, 4),
         ):
-            scorer.score(batch, Metrics())
+            scorer.score(samples, Metrics())
         (file,) = (scorer.run.dir / "samples").iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert file.name == "train_00000004.jsonl"
@@ -112,12 +117,12 @@ def test_samples_of_a_step_whose_rewards_end_the_run_are_kept_with_their_failure
 
 
 def test_a_sample_to_which_no_function_applies_is_masked_out(tmp_path):
-    metrics, batch = Metrics(), batch_of(["abcd", "ab"])
+    metrics, samples = Metrics(), samples_of(["abcd", "ab"])
     trl = ("reward.function.name=only_long", "reward.function.style=trl")
     with scorer_of(tmp_path, *trl, "reward.max_failed_fraction=0.5") as scorer:
-        scorer.score(batch, metrics)
-    assert batch.failed.tolist() == [False, True] and not batch.response_mask[1].any()
-    assert batch.failures[1] is not None and "no reward function applies" in batch.failures[1]
+        scorer.score(samples, metrics)
+    assert samples.failed.tolist() == [False, True]
+    assert samples.failures[1] is not None and "no reward function applies" in samples.failures[1]
     assert metrics.reduce()["reward/failed"] == 1
 
 
@@ -129,25 +134,15 @@ def test_equal_scores_of_a_whole_step_are_said_when_they_begin(tmp_path, caplog)
         tracker = Tracker(tmp_path, enabled=False, loggers=[])
         said = []
         for step, texts in enumerate(steps, start=1):
-            batch = batch_of(texts, **source)
-            scorer.score(batch, Metrics())
-            log_samples(tracker, scorer, batch, step)
+            samples = samples_of(texts, **source)
+            scorer.score(samples, Metrics())
+            overview, _ = overview_of(samples, scorer.run.mesh)
+            log_samples(tracker, scorer, samples, overview, step)
             said.append([message for message in caplog.messages if "all scores" in message])
     assert [len(messages) for messages in said] == [1, 1, 1, 2]
     assert "are 0: nothing can be learned" in said[0][0]
     assert "response: '58.'\n  ground truth: '58'" in said[0][0]
     assert "jsonl --method last_number" in said[0][0]
-
-
-def test_a_response_is_valid_text_whatever_the_tokenizer_makes_of_it(tmp_path):
-    class Odd:
-        def batch_decode(self, ids, **options):
-            return ["a\ud800b"]
-
-    with scorer_of(tmp_path) as scorer:
-        tokenizer: Any = Odd()
-        scorer.tokenizer = tokenizer
-        assert scorer.texts(batch_of(["a"])) == ["a?b"]
 
 
 def sets(train: Sequence[Prompt], val: Sequence[Prompt] = ()) -> PromptSets:

@@ -31,7 +31,7 @@ from ppo.engines.embedded.stop_text import StopText
 from ppo.models.tiny import build_tiny_tokenizer
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from tests.distributed import run_distributed
-from tests.ppo.engines.drive import drive
+from tests.ppo.engines.drive import drive, each
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -100,7 +100,7 @@ def make_engine(mesh: Mesh, model: Any, **options) -> TorchEngine:
 
 
 def run(engine: Engine, requests: list[Request], params: SamplingParams) -> list[Completion]:
-    return drive(engine.generate(requests, params)).completions
+    return each(drive(engine.generate(requests, params)).completions)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_reading_tokens_one_step_late_changes_nothing(engine):
         )
         while not generation.done:
             generation.step()
-        results.append([(c.response_ids, c.finish_reason) for c in generation.completions()])
+        results.append([(c.response_ids, c.finish_reason) for c in each(generation.completions())])
     assert results[0] == results[1]
     assert {reason for _, reason in results[0]} == {"stop", "length"}
 
@@ -209,7 +209,8 @@ def test_reading_tokens_one_step_late_changes_nothing(engine):
 def test_a_row_leaves_the_batch_when_it_ends(engine):
     stops = tuple(range(40))
     params = SamplingParams(max_new_tokens=30, stop_token_ids=stops, seed=2)
-    completions, metrics = drive(engine.generate(make_requests(8), params))
+    generated, metrics = drive(engine.generate(make_requests(8), params))
+    completions = each(generated)
     decoded = sum(len(completion.response_ids) - 1 for completion in completions)
     steps = max(len(completion.response_ids) - 1 for completion in completions)
     assert metrics["rollout/num_running_mean"] == pytest.approx(decoded / steps)

@@ -30,7 +30,7 @@ from ppo.run.signals import descendants
 from sharding.fsdp import shard_model
 from sharding.mesh import ParallelDims, build_mesh
 from tests.distributed import run_distributed
-from tests.ppo.engines.drive import drive
+from tests.ppo.engines.drive import drive, each
 from tests.ppo.models.hf_models import add_spare_rows
 
 pytestmark = [pytest.mark.sglang, pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -87,7 +87,8 @@ class Session:
         """Completions on the leader, after their log-probs agree with the reference to 1e-4."""
         sampling = SamplingParams(**{"max_new_tokens": 20, **params})
         requests = [Request(i, prompt) for i, prompt in enumerate(prompts)]
-        completions, self.metrics = drive(self.engine.generate(requests, sampling))
+        generated, self.metrics = drive(self.engine.generate(requests, sampling))
+        completions = each(generated)
         for prompt, completion in zip(prompts, completions, strict=False):
             expected = self.logprobs(prompt, completion.response_ids, sampling.temperature or 1.0)
             torch.testing.assert_close(

@@ -1,24 +1,26 @@
-"""Which rank computes which tokens: its micro-batches, as packed or padded rows.
+"""How this rank's rows become forward passes: micro-batches, packed or padded.
 
-Knows no optimizer and no process group: every rank lays out the whole batch and takes its part.
+Owns the layout of a pass. Knows no optimizer, and of the other ranks only how many passes they run.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ppo.batch import RolloutBatch
+from ppo.batch.samples import RolloutBatch, positions_up_to
 from ppo.config import ActorConfig, Config, CriticConfig
 from ppo.models.build import is_packable
 from ppo.models.learner import Model
 from ppo.models.roles import Models
 from sharding.mesh import Mesh
 from sharding.offload import to_device
-from sharding.partition import Budget, partition
+from sharding.partition import Budget, count_micro_batches, micro_batches
 
 PAD_ID = 0
 """an id that every model has: no real token attends to padding, so that it may be any; a
@@ -27,18 +29,28 @@ tokenizer's padding token may lie outside of the model's embedding"""
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Inputs of one forward pass, and where its K scored tokens stand in the [B, T] tensors."""
+    """Inputs of one forward pass, and where its K scored tokens stand in the [b, T] tensors."""
 
     inputs: dict[str, Tensor]  # what the model's forward takes, labels apart
     labels: Tensor  # [K] the response tokens to score
-    rows: Tensor  # [K] host
-    cols: Tensor  # [K] host
+    sequences: Tensor  # [r] host, rows of the batch that are laid out here
+    numbers: Tensor  # [K] host, which of them each token belongs to
+    cols: Tensor  # [K] host, and where in its response it stands
     num_tokens: int  # real tokens, of this rank's slice
     num_padding: int = field(default=0)  # padding tokens, of this rank's slice
 
+    @property
+    def rows(self) -> Tensor:
+        """[K] host, the row of the batch that each token belongs to."""
+        return self.sequences[self.numbers]
+
     def take(self, tensor: Tensor) -> Tensor:
-        """Pick the K entries of a [B, T] host tensor, moved to the device of the labels."""
-        return to_device(tensor[self.rows, self.cols], self.labels.device)  # [K]
+        """Pick the K entries of a [b, T] host tensor, moved to the device of the labels."""
+        return self.put(tensor[self.rows, self.cols])  # [K]
+
+    def put(self, values: Tensor) -> Tensor:
+        """A host tensor on the device of the labels."""
+        return to_device(values, self.labels.device)
 
 
 def make_micro_batch(
@@ -50,38 +62,31 @@ def make_micro_batch(
     sp: int = 1,
     sp_rank: int = 0,
 ) -> MicroBatch:
-    """Lay the sequences out as one packed row [1, N] (this rank's 1/sp slice) or padded [b, S].
+    """Lay rows out as one packed row [1, N] (this rank's 1/sp slice) or padded [r, S].
 
     The hidden state at packed index j scores token j + 1, so response token t of a sequence that
     starts at `offset` with P prompt tokens is scored at offset + P + t - 1. An empty list becomes
     one padding token, so that every rank runs the same number of forward and backward passes.
+
+    Args:
+        indices: rows of `batch` on this rank.
     """
-    documents = [
-        torch.tensor(list(batch.prompts[i].prompt_ids) + batch.response_ids[i]) for i in indices
-    ] or [torch.tensor([PAD_ID])]
+    documents = batch.documents(indices) or [torch.tensor([PAD_ID])]
     lengths = [len(d) for d in documents]
+    ids = torch.cat(documents).long()  # of all documents, one after the other
     width = max(lengths)
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + (length if packed else width))
-    rows, cols, positions = [], [], []
-    for start, i in zip(starts, indices, strict=False):
-        cols.append(batch.response_mask[i].nonzero()[:, 0])
-        rows.append(torch.full_like(cols[-1], i))
-        positions.append(cols[-1] + start + len(batch.prompts[i].prompt_ids) - 1)
-    row, col, position = (
-        torch.cat(x) if x else torch.zeros(0, dtype=torch.long) for x in (rows, cols, positions)
-    )
+    starts = torch.tensor(list(accumulate(lengths, initial=0)))
+    numbers, cols = batch.response_mask[list(indices)].nonzero(as_tuple=True)
+    before = cols + batch.prompt_lengths[list(indices)][numbers] - 1  # in its document
+    position = before + (starts[numbers] if packed else numbers * width)
+    labels = ids[before + starts[numbers] + 1]
     if packed:
-        inputs, kept, offset = _packed_inputs(documents, sp, sp_rank)
+        inputs, kept, offset = _packed_inputs(ids, lengths, sp, sp_rank)
         inside = (position >= offset) & (position < offset + inputs["input_ids"].numel())
-        row, col, position = row[inside], col[inside], position[inside] - offset
+        numbers, cols, labels = numbers[inside], cols[inside], labels[inside]
+        position = position[inside] - offset
     else:
-        inputs, kept = _padded_inputs(documents, width), sum(lengths)
-    labels = torch.tensor(
-        [batch.response_ids[i][t] for i, t in zip(row.tolist(), col.tolist(), strict=True)],
-        dtype=torch.long,
-    )
+        inputs, kept = _padded_inputs(ids, lengths), len(ids)
     moved = {
         name: value if name == "cu_seqlens" else to_device(value, device)
         for name, value in (inputs | {"positions": position}).items()
@@ -89,24 +94,24 @@ def make_micro_batch(
     return MicroBatch(
         inputs=moved,
         labels=to_device(labels, device),
-        rows=row,
-        cols=col,
+        sequences=torch.tensor(list(indices), dtype=torch.long),
+        numbers=numbers,
+        cols=cols,
         num_tokens=kept if indices else 0,
         num_padding=inputs["input_ids"].numel() - (kept if indices else 0),
     )
 
 
 def _packed_inputs(
-    documents: list[Tensor], sp: int, sp_rank: int
+    ids: Tensor, lengths: list[int], sp: int, sp_rank: int
 ) -> tuple[dict[str, Tensor], int, int]:
     """One row cut into sp slices; padding to a multiple of sp is one more document."""
-    pad = -sum(len(d) for d in documents) % sp
-    total = sum(len(d) for d in documents)
+    total = len(ids)
+    pad = -total % sp
     if pad:
-        documents = [*documents, torch.full((pad,), PAD_ID)]
-    ids = torch.cat(documents)  # [sp * N]
-    positions = torch.cat([torch.arange(len(d)) for d in documents])
-    bounds = torch.tensor([0] + [len(d) for d in documents]).cumsum(0)
+        ids, lengths = torch.cat([ids, ids.new_full((pad,), PAD_ID)]), [*lengths, pad]
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    positions = torch.arange(len(ids)) - bounds[:-1].repeat_interleave(torch.tensor(lengths))
     size = len(ids) // sp
     offset = size * sp_rank
     inputs = {
@@ -117,13 +122,12 @@ def _packed_inputs(
     return inputs, max(0, min(total - offset, size)), offset
 
 
-def _padded_inputs(documents: list[Tensor], width: int) -> dict[str, Tensor]:
-    lengths = torch.tensor([len(d) for d in documents])
-    mask = torch.arange(width) < lengths[:, None]  # [b, S]
-    ids = torch.full(mask.shape, PAD_ID)
-    ids[mask] = torch.cat(documents)
-    position_ids = torch.arange(width).expand(len(documents), -1) * mask
-    return {"input_ids": ids, "position_ids": position_ids, "attention_mask": mask.long()}
+def _padded_inputs(ids: Tensor, lengths: list[int]) -> dict[str, Tensor]:
+    mask = positions_up_to(torch.tensor(lengths))  # [r, S]
+    rows = torch.full(mask.shape, PAD_ID)
+    rows[mask] = ids
+    position_ids = torch.arange(mask.shape[1]).expand(mask.shape) * mask
+    return {"input_ids": rows, "position_ids": position_ids, "attention_mask": mask.long()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,14 +141,29 @@ class Batcher:
     budget: Budget
     packed: bool
 
-    def plan(self, batch: RolloutBatch, indices: Sequence[int]) -> list[list[int]]:
-        """Sequences of each of this rank's micro-batches; every rank has equally many.
+    def plan(self, batch: RolloutBatch, parts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+        """This rank's rows of each part, as micro-batches; every rank has equally many of a part.
 
-        Samples without a token that counts are left out.
+        Samples without a token that counts are left out. Collective.
+
+        Args:
+            parts: numbers of samples, each to be laid out by itself.
         """
-        counting = batch.response_mask.any(-1)
-        kept = [i for i in indices if counting[i]]
-        return partition(batch.lengths, kept, self.budget)[self.mesh.dp_rank]
+        row_of = {number: row for row, number in enumerate(batch.rows.tolist())}
+        counts = batch.response_mask.any(-1).tolist()
+        lengths = batch.lengths.tolist()
+        mine = [
+            [row for number in part if (row := row_of.get(number)) is not None and counts[row]]
+            for part in parts
+        ]
+        needed = torch.tensor(
+            [max(1, count_micro_batches(lengths, rows, self.budget)) for rows in mine]
+        )
+        dist.all_reduce(needed, dist.ReduceOp.MAX, group=self.mesh.host_group)
+        return [
+            micro_batches(lengths, rows, self.budget, number)
+            for rows, number in zip(mine, needed.tolist(), strict=True)
+        ]
 
     def make(self, batch: RolloutBatch, indices: Sequence[int]) -> MicroBatch:
         """Tensors of one micro-batch, on the device."""

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from ppo.batch import RolloutBatch, make_batch, mini_batches
+from ppo.batch.packing import make_micro_batch
+from ppo.batch.samples import RolloutBatch, mini_batches
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
-from ppo.packing import make_micro_batch
+from tests.ppo.batches import make_batch, responses
 
 CPU = torch.device("cpu")
 
@@ -26,15 +27,15 @@ def make(lengths: list[tuple[int, int]], n: int = 1) -> RolloutBatch:
 
 def test_the_batch_keeps_samples_of_a_prompt_adjacent_and_masks_padding():
     batch = make([(2, 3), (2, 1), (4, 2), (4, 3)], n=2)
-    assert batch.group_ids.tolist() == [0, 0, 1, 1]
+    assert batch.all.group_ids.tolist() == [0, 0, 1, 1]
     assert batch.response_mask.tolist() == [
         [True, True, True],
         [True, False, False],
         [True, True, False],
         [True, True, True],
     ]
-    assert batch.rollout_logprobs[1].tolist() == [-float(batch.response_ids[1][0]), 0.0, 0.0]
-    assert batch.lengths == [5, 3, 6, 7]
+    assert batch.rollout_logprobs[1].tolist() == [-float(responses(batch)[1][0]), 0.0, 0.0]
+    assert batch.lengths.tolist() == [5, 3, 6, 7]
 
 
 def test_mini_batches_hold_whole_groups_in_order_or_shuffled_by_the_seed():
@@ -55,19 +56,17 @@ def test_mini_batches_hold_whole_groups_in_order_or_shuffled_by_the_seed():
 def test_packed_positions_point_at_the_token_before_each_label(sp):
     batch = make([(2, 3), (1, 1), (4, 6)])
     seen = set()
-    rows = []
+    rows, response_ids = [], responses(batch)
     for rank in range(sp):
         micro = make_micro_batch(batch, [2, 0, 1], device=CPU, sp=sp, sp_rank=rank)
         rows.append(micro.inputs["input_ids"])
         seen |= set(zip(micro.rows.tolist(), micro.cols.tolist(), strict=True))
         for row, col, label in zip(micro.rows, micro.cols, micro.labels, strict=True):
-            assert batch.response_ids[row][col] == label
+            assert response_ids[row][col] == label
     row = torch.cat(rows, 1)[0].tolist()
-    assert row[:17] == [
-        t for i in (2, 0, 1) for t in [*batch.prompts[i].prompt_ids, *batch.response_ids[i]]
-    ]
+    assert row[:17] == torch.cat(batch.documents([2, 0, 1])).tolist()
     assert len(row) % sp == 0
-    assert seen == {(i, t) for i in range(3) for t in range(len(batch.response_ids[i]))}
+    assert seen == {(i, t) for i in range(3) for t in range(len(response_ids[i]))}
     full = make_micro_batch(batch, [2, 0, 1], device=CPU)
     before = [row[j] for j in full.inputs["positions"].tolist()]
     assert all(b == label - 1 for b, label in zip(before, full.labels.tolist(), strict=True))

@@ -1,0 +1,174 @@
+"""Samples as they are made, and the rollout batch that the trainer computes with.
+
+Owns the shape legend and what a step knows of its samples. Knows no model and no process group:
+ppo/shares.py brings samples from the ranks that made them to those that compute with them.
+
+Shape legend (the whole project): B sequences, b of them on this rank, P prompt tokens, T response
+tokens, S = P + T, N packed tokens, K scored (response) tokens of one micro-batch, V vocabulary,
+H hidden. One alignment: index t of logprobs, values, rewards and response_mask speaks of response
+token t.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from ppo.data.dataset import Prompt
+from ppo.engines.contract import Completions
+
+
+@dataclass(kw_only=True)
+class Samples:
+    """n responses to each prompt, as far as this rank's engine has made them.
+
+    Of B = prompts x n samples, number i is sample i % n of prompt i // n. A rank that leads no
+    engine holds none.
+    """
+
+    prompts: Sequence[Prompt]  # all of them, on every rank
+    n: int
+    numbers: list[int]  # b, ascending: which samples these are
+    completions: Completions  # b
+    texts: list[str]  # b, the responses without special tokens, valid Unicode
+    scores: Tensor = field(init=False)  # [b] float32, from the rewards
+    failed: Tensor = field(init=False)  # [b] bool, the reward raised, timed out, was not finite
+    failures: list[str | None] = field(init=False)  # b, what went wrong with a failed sample's
+    components: list[dict[str, float]] = field(init=False)
+    """b, what the score is made of: function, model, extra/NAME"""
+    greedy: "Samples | None" = None  # one response per prompt, for estimators that compare
+    greedy_scores: Tensor | None = None  # [prompts], known to every rank once they are scored
+
+    def __post_init__(self) -> None:
+        self.scores = torch.zeros(len(self))
+        self.failed = torch.zeros(len(self), dtype=torch.bool)
+        self.failures = [None] * len(self)
+        self.components = [{} for _ in range(len(self))]
+
+    def __len__(self) -> int:
+        """b."""
+        return len(self.numbers)
+
+    @property
+    def total(self) -> int:
+        """B, over all ranks."""
+        return len(self.prompts) * self.n
+
+    def prompt(self, index: int) -> Prompt:
+        """What the sample with this index here answers."""
+        return self.prompts[self.numbers[index] // self.n]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overview:
+    """What every rank knows of all B samples; host tensors, the same everywhere."""
+
+    group_ids: Tensor  # [B] index of the prompt in this batch, ascending
+    prompt_lengths: Tensor  # [B]
+    response_lengths: Tensor  # [B]
+    scores: Tensor  # [B] float32, 0 for a failed sample
+    failed: Tensor  # [B] bool
+    cut: Tensor  # [B] bool, the response ended by its length
+    greedy_scores: Tensor | None = None  # [prompts] of the greedy responses, where sampled
+
+    def __len__(self) -> int:
+        """B."""
+        return len(self.group_ids)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] prompt plus response tokens."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def counted(self) -> Tensor:
+        """[B] response tokens that count: none of a failed sample."""
+        return torch.where(self.failed, 0, self.response_lengths)
+
+    @property
+    def alone(self) -> Tensor:
+        """[B] bool: samples with a score that have siblings, none of which has one."""
+        size = self.group_ids.bincount()[self.group_ids]
+        scored = self.group_ids[~self.failed].bincount(minlength=len(self))[self.group_ids]
+        return ~self.failed & (size > 1) & (scored == 1)
+
+
+@dataclass(kw_only=True)
+class RolloutBatch:
+    """The b rows of a batch that this rank computes with; host tensors.
+
+    The ranks of an sp group hold the same rows. response_mask [b, T] bool, True = the token counts:
+    a padding position, or any token of a sample whose reward failed, does not. Optional tensors
+    are filled as the step goes on.
+    """
+
+    all: Overview
+    owners: Tensor  # [B] dp rank that holds each sample
+    rows: Tensor  # [b] the samples here, ascending
+    tokens: Tensor  # int32, prompts and responses of all rows, one after the other
+    response_mask: Tensor  # [b, T] bool
+    rollout_logprobs: Tensor  # [b, T] float32, from the engine
+    old_logprobs: Tensor | None = None  # [b, T] trainer, before the update
+    ref_logprobs: Tensor | None = None  # [b, T]
+    values: Tensor | None = None  # [b, T] critic, before the update
+    rewards: Tensor | None = None  # [b, T] per token, KL penalty included
+    advantages: Tensor | None = None  # [b, T]
+    returns: Tensor | None = None  # [b, T]
+    loss_weights: Tensor | None = None  # [b, T] rollout correction
+
+    def __len__(self) -> int:
+        """b."""
+        return len(self.rows)
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """[b]."""
+        return self.all.prompt_lengths[self.rows]
+
+    @property
+    def lengths(self) -> Tensor:
+        """[b] prompt plus response tokens."""
+        return self.all.lengths[self.rows]
+
+    @property
+    def is_response(self) -> Tensor:
+        """[b, T] bool: no padding; counted or not."""
+        return positions_up_to(self.all.response_lengths[self.rows])
+
+    def documents(self, indices: Sequence[int]) -> list[Tensor]:
+        """Token ids of prompt and response of some rows, int32."""
+        ends = self.lengths.cumsum(0)
+        starts = (ends - self.lengths).tolist()
+        return [self.tokens[starts[i] : ends[i]] for i in indices]
+
+    def per_token(self) -> dict[str, Tensor]:
+        """The tensors [b, T] that there are, the mask apart, by name."""
+        known = {f.name: getattr(self, f.name) for f in fields(self)}
+        first = list(known).index("rollout_logprobs")
+        return {name: known[name] for name in list(known)[first:] if known[name] is not None}
+
+
+def positions_up_to(lengths: Tensor) -> Tensor:
+    """bool [len(lengths), longest]: True at the first `lengths` positions of each row."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    return torch.arange(longest) < lengths[:, None]
+
+
+def mini_batches(group_ids: Tensor, *, num_prompts: int, seed: int | None = None) -> list[Tensor]:
+    """Cut the batch into mini-batches of `num_prompts` prompts, all samples of a prompt together.
+
+    Args:
+        group_ids: [B], ascending.
+        num_prompts: prompts of one mini-batch over all ranks; the last one may be smaller.
+        seed: None keeps the order, else prompts are shuffled with it.
+
+    Returns:
+        Numbers of the samples of each. They never depend on the number of ranks.
+    """
+    groups, sizes = group_ids.unique_consecutive(return_counts=True)
+    samples = list(torch.arange(len(group_ids)).split(sizes.tolist()))
+    order = torch.arange(len(groups))
+    if seed is not None:
+        order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed))
+    return [torch.cat([samples[g] for g in part.tolist()]) for part in order.split(num_prompts)]

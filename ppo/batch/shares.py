@@ -1,0 +1,118 @@
+"""Which rank computes with which samples, and how they get there.
+
+Owns the two moves of a step: from the engines that made samples to the ranks that train on them,
+and between ranks where the mini-batches of another epoch or model are cut differently. Must not
+know models or what the numbers mean.
+"""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ppo.batch.samples import Overview, RolloutBatch, Samples, positions_up_to
+from sharding.mesh import Mesh
+from sharding.partition import Budget, assign
+from sharding.rows import RowExchange
+
+
+def overview_of(samples: Samples, mesh: Mesh) -> tuple[Overview, Tensor]:
+    """What every rank is told of all samples, and the rank [B] that has made each. Collective."""
+    completions = samples.completions
+    mine = torch.tensor(
+        [
+            [
+                mesh.rank,
+                len(samples.prompt(i).prompt_ids),
+                length,
+                score,
+                failed,
+                reason == "length",
+            ]
+            for i, (length, score, failed, reason) in enumerate(
+                zip(
+                    completions.lengths,
+                    samples.scores.tolist(),
+                    samples.failed.tolist(),
+                    completions.finish_reasons,
+                    strict=True,
+                )
+            )
+        ],
+        dtype=torch.float64,
+    ).reshape(len(samples), 6)
+    table = torch.zeros(samples.total, 6, dtype=torch.float64)
+    table[samples.numbers] = mine
+    dist.all_reduce(table, group=mesh.host_group)  # one rank has each row, the others zeros
+    holders, prompts, responses, scores, failed, cut = table.unbind(1)
+    overview = Overview(
+        group_ids=torch.arange(len(samples.prompts)).repeat_interleave(samples.n),
+        prompt_lengths=prompts.long(),
+        response_lengths=responses.long(),
+        scores=scores.float(),
+        failed=failed.bool(),
+        cut=cut.bool(),
+        greedy_scores=samples.greedy_scores,
+    )
+    return overview, holders.long()
+
+
+def owners_of(overview: Overview, parts: list[list[int]], budget: Budget) -> Tensor:
+    """[B] dp rank of each sample, such that every rank has an equal part of every mini-batch.
+
+    parts: the mini-batches; every sample is in one of them.
+    """
+    costs = torch.where(overview.failed, 0, overview.lengths).tolist()  # of no use in an update
+    owners = torch.zeros(len(overview), dtype=torch.long)
+    for part in parts:
+        for rank, share in enumerate(assign(costs, part, budget)):
+            owners[share] = rank
+    return owners
+
+
+def share_out(
+    samples: Samples, overview: Overview, holders: Tensor, owners: Tensor, mesh: Mesh
+) -> RolloutBatch:
+    """The samples that this rank computes with, from the ranks that made them. Collective."""
+    exchange = RowExchange(holders, owners, mesh)
+    ids, rows = samples.completions.ids, samples.completions.borders()
+    parts = [
+        part
+        for i, (start, end) in enumerate(rows)
+        for part in (np.asarray(samples.prompt(i).prompt_ids, np.int32), ids[start:end])
+    ]
+    tokens = torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, np.int32))
+    lengths = overview.response_lengths
+    logprobs = exchange.move(torch.from_numpy(samples.completions.logprobs), lengths)
+    is_response = positions_up_to(lengths[exchange.owned])
+    return RolloutBatch(
+        all=overview,
+        owners=owners,
+        rows=exchange.owned,
+        tokens=exchange.move(tokens, overview.lengths),
+        response_mask=is_response & ~overview.failed[exchange.owned, None],
+        rollout_logprobs=_padded(logprobs, is_response),
+    )
+
+
+def move(batch: RolloutBatch, owners: Tensor, mesh: Mesh) -> None:
+    """Give every sample of the batch, with all that is known of it, to another rank. Collective."""
+    if torch.equal(owners, batch.owners):
+        return
+    exchange = RowExchange(batch.owners * mesh.dims.sp, owners, mesh)
+    lengths, was_response = batch.all.response_lengths, batch.is_response
+    is_sender = mesh.sp_rank == 0  # the others hold copies
+    held = {name: x[was_response] for name, x in batch.per_token().items()}
+    held |= {"response_mask": batch.response_mask[was_response], "tokens": batch.tokens}
+    batch.owners, batch.rows = owners, exchange.owned
+    for name, flat in held.items():
+        size = batch.all.lengths if name == "tokens" else lengths
+        moved = exchange.move(flat if is_sender else flat[:0], size)
+        setattr(batch, name, moved if name == "tokens" else _padded(moved, batch.is_response))
+
+
+def _padded(flat: Tensor, is_response: Tensor) -> Tensor:
+    """[b, T], 0 where nothing is."""
+    result = torch.zeros(is_response.shape, dtype=flat.dtype)
+    result[is_response] = flat
+    return result
