@@ -83,7 +83,8 @@ class SignalWatch:
         if self._interrupted_at is None:
             self.stop_signal, self._interrupted_at = CTRL_C, time.monotonic()
             said = (
-                "Ctrl-C: the run is saved as soon as it can, and ends; a second one ends it at once"
+                "Ctrl-C: the run ends as soon as it can, saved unless trainer.save_freq = -1; "
+                "a second one ends it at once"
             )
             logger.warning(said, extra={"every_rank": True})
         elif time.monotonic() - self._interrupted_at > ECHO_S:
