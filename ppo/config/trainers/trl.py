@@ -108,7 +108,8 @@ ADVICE = {
     "report_to": "use trainer.logger",
     "log_completions": "use trainer.log_val_generations",
     "load_best_model_at_end": "use trainer.keep_best",
-    "greater_is_better": "trainer.keep_best takes the highest value; remove it",
+    "greater_is_better": "trainer.keep_best takes the highest value, and with - before the metric "
+    "the lowest; remove it",
     "model_init_kwargs": "use model.dtype, model.attn_implementation, model.override_config",
     "generation_kwargs": "use rollout.temperature, top_p, top_k, stop",
     "use_vllm": "use rollout.engine",
