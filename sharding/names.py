@@ -1,12 +1,15 @@
-"""Names of a module's parameters where several names share one.
+"""Names of a module's parameters: tied ones, and those of a layer.
 
-Owns the one rule of what is tied: the same object under several names. Must not know checkpoints or
-engines.
+Owns the rules of what is tied (the same object under several names) and what belongs together. Must
+not know checkpoints or engines.
 """
 
+import re
 from collections.abc import Sequence
 
 from torch import nn
+
+_LAYER = re.compile(r"^.*?\.\d+\.")
 
 
 def parameter_names(module: nn.Module) -> list[list[str]]:
@@ -30,3 +33,9 @@ def set_parameter(module: nn.Module, names: Sequence[str], parameter: nn.Paramet
     for name in names:
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, parameter)
+
+
+def layer_of(name: str) -> str:
+    """Prefix up to the first number: "model.layers.3."; the name itself outside of layers."""
+    match = _LAYER.match(name)
+    return match[0] if match else name

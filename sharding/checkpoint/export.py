@@ -1,18 +1,21 @@
 """A checkpoint's model as a Hugging Face folder.
 
-Owns the way from distributed tensors to safetensors, in a single process on the host. Must not know
-process groups.
+Owns the way from distributed tensors to safetensors, in a single process on the host, file by file.
+Must not know process groups.
 """
 
+import json
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -21,9 +24,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from sharding.checkpoint.files import TENSORS, CheckpointError, put_in_place, sync_tree
 from sharding.checkpoint.folder import find_checkpoint
 from sharding.checkpoint.storage import SafeReader, causes
-from sharding.names import tied_names
+from sharding.names import layer_of, tied_names
 
 logger = logging.getLogger(__name__)
+
+FILE_BYTES = 4 << 30
+"""of weights in one file of an export, which is in memory while it is written"""
 
 
 def export_hf(
@@ -31,8 +37,8 @@ def export_hf(
 ) -> Path:
     """Write a model of a checkpoint as safetensors, config and tokenizer; returns `out`.
 
-    Needs host memory for the whole model in `dtype`. A value model becomes a sequence
-    classification model with one label.
+    Needs host memory for a file of weights (FILE_BYTES), or a layer, in `dtype`, twice where names
+    are converted. A value model becomes a sequence classification model with one label.
 
     Args:
         checkpoint: a checkpoint, or a run's folder: its newest undamaged one.
@@ -57,17 +63,102 @@ def export_hf(
 
 def write_hf(checkpoint: Path, out: Path, *, model: str, dtype: torch.dtype | None = None) -> None:
     """`export_hf` from a folder that need not be complete yet, into a folder that is made."""
-    weights = _read(checkpoint / TENSORS, f"model.{model}.", dtype)
-    module = _empty_model(checkpoint / "models" / model, weights)
+    source = _Source(checkpoint, model, dtype)
+    module = _empty_model(checkpoint / "models" / model, source.dtypes)
     ties = {name for names in tied_names(module) for name in names}
-    missing = sorted(set(module.state_dict()) - set(weights) - ties)
+    missing = sorted(set(module.state_dict()) - set(source.dtypes) - ties)
     if missing:
         raise CheckpointError(f"{checkpoint}: lacks {missing[0]} of {model}")
     out.mkdir(parents=True)
-    with _no_progress_bar():
-        module.save_pretrained(out, state_dict=weights)  # original names of fused experts too
+    _write_configuration(module, out)
+    _write_weights(module, source, out)
     if (checkpoint / "assets").is_dir():
         shutil.copytree(checkpoint / "assets", out, dirs_exist_ok=True)
+
+
+class _Source:
+    """The tensors of one model of a checkpoint, read as they are asked for."""
+
+    def __init__(self, checkpoint: Path, model: str, dtype: torch.dtype | None) -> None:
+        """dtype: of what is floating; None = as saved."""
+        self._folder, self._prefix = checkpoint / TENSORS, f"model.{model}."
+        self._reader = SafeReader(self._folder)
+        self.shapes: dict[str, torch.Size] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for key, entry in self._reader.read_metadata().state_dict_metadata.items():
+            if key.startswith(self._prefix) and isinstance(entry, TensorStorageMetadata):
+                name, saved = key.removeprefix(self._prefix), entry.properties.dtype
+                self.shapes[name] = entry.size
+                self.dtypes[name] = dtype if dtype and saved.is_floating_point else saved
+        if not self.dtypes:
+            raise CheckpointError(f"{checkpoint}: holds no model {model}")
+
+    def num_bytes(self, name: str) -> int:
+        """Of a tensor in the dtype in which it is read."""
+        return self.shapes[name].numel() * self.dtypes[name].itemsize
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Whole tensors under their names in the model."""
+        table = {
+            self._prefix + name: torch.empty(self.shapes[name], dtype=self.dtypes[name])
+            for name in names
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as wanted
+            try:
+                load(table, storage_reader=self._reader, no_dist=True)
+            except CheckpointException as error:
+                raise CheckpointError(f"{self._folder}: {causes(error)}") from error
+        return {key.removeprefix(self._prefix): tensor for key, tensor in table.items()}
+
+
+def _write_configuration(module: Any, out: Path) -> None:
+    """Everything that transformers writes beside weights."""
+    with _no_progress_bar():
+        module.save_pretrained(out, state_dict={})
+    for path in out.glob("*.safetensors*"):
+        path.unlink()
+
+
+def _write_weights(module: Any, source: _Source, out: Path) -> None:
+    """Files of at most FILE_BYTES, unless one layer has more, one after the other."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parts = list(_parts(module, source))
+    files: dict[str, str] = {}
+    for number, names in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        tensors = revert_weight_conversion(module, source.read(names))  # fused experts too
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, out / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(tensors, file)
+        del tensors  # before the next are read
+    if len(parts) == 1:
+        (out / file).rename(out / "model.safetensors")
+        return
+    total = {"total_size": sum(source.num_bytes(name) for part in parts for name in part)}
+    index = json.dumps({"metadata": total, "weight_map": files}, indent=2)
+    (out / "model.safetensors.index.json").write_text(index + "\n")
+
+
+def _parts(module: Any, source: _Source) -> Iterator[list[str]]:
+    """Names of the tensors of each file, in the module's order.
+
+    A layer is not cut: several of its tensors may become one under the names of the checkpoint.
+    """
+    ignored = getattr(module, "_keys_to_ignore_on_save", None) or ()
+    names = [*dict.fromkeys([*module.state_dict(), *source.shapes])]
+    names = [name for name in names if name in source.shapes and name not in ignored]
+    part: list[str] = []
+    size = 0
+    for _, group in groupby(names, key=layer_of):
+        layer = list(group)
+        more = sum(map(source.num_bytes, layer))
+        if part and size + more > FILE_BYTES:
+            yield part
+            part, size = [], 0
+        part, size = part + layer, size + more
+    yield part
 
 
 @contextmanager
@@ -84,36 +175,16 @@ def _no_progress_bar() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _read(folder: Path, prefix: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Whole tensors under their names in the model."""
-    reader = SafeReader(folder)
-    table = {}
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
-            saved = entry.properties.dtype
-            wanted = dtype if dtype is not None and saved.is_floating_point else saved
-            table[name] = torch.empty(entry.size, dtype=wanted)
-    if not table:
-        raise CheckpointError(f"{folder.parent}: holds no model {prefix.split('.')[1]}")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as wanted
-        try:
-            load(table, storage_reader=reader, no_dist=True)
-        except CheckpointException as error:
-            raise CheckpointError(f"{folder}: {causes(error)}") from error
-    return {name.removeprefix(prefix): tensor for name, tensor in table.items()}
-
-
-def _empty_model(config_folder: Path, weights: dict[str, Tensor]) -> Any:
+def _empty_model(config_folder: Path, dtypes: Mapping[str, torch.dtype]) -> Any:
     """The model without memory, in the dtype of its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     options: dict[str, Any] = {}
     factory: Any = AutoModelForCausalLM
-    if "score.weight" in weights:
+    if "score.weight" in dtypes:
         factory, options = AutoModelForSequenceClassification, {"num_labels": 1}
     config = AutoConfig.from_pretrained(config_folder, **options)
-    dtype = next(t.dtype for t in weights.values() if t.is_floating_point())
+    dtype = next(dtype for dtype in dtypes.values() if dtype.is_floating_point)
     with torch.device("meta"):
         # in another dtype it would change torch's default, under a training that goes on
         return factory.from_config(config, dtype=torch.get_default_dtype()).to(dtype)

@@ -116,12 +116,18 @@ class ChecksumWriter(FileSystemWriter):
 class SafeReader(FileSystemReader):
     """DCP's file reader, except that its metadata may name no class but DCP's own."""
 
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self._index: Metadata | None = None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of the tensors.
+        """The index of the tensors, read once.
 
         Raises:
             CheckpointError: it is missing, cut short, or holds anything else.
         """
+        if self._index is not None:
+            return self._index
         path = Path(self.path) / INDEX
         try:
             with path.open("rb") as file:
@@ -131,6 +137,7 @@ class SafeReader(FileSystemReader):
             raise CheckpointError(f"{path}: {error or repr(error)}") from error
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
+        self._index = metadata
         return metadata
 
     def files_of_tensors(self) -> set[str]:

@@ -4,7 +4,6 @@ Owns the assembly of whole parameters from the buckets of the reshard and their 
 names of a checkpoint. Must not know engines.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 
 from sharding.layout import whole_layout
 from sharding.mesh import Mesh
+from sharding.names import layer_of
 from sharding.reshard.exchange import ReshardStats
 from sharding.reshard.resharder import Resharder
 from sharding.reshard.shards import sent_shapes
 
 NamedTensors = list[tuple[str, Tensor]]
-_LAYER = re.compile(r"^.*?\.\d+\.")
 
 
 class FullTensors:
@@ -56,10 +55,10 @@ class FullTensors:
         batch: dict[str, Tensor] = {}
         layer = size = 0
         for name, tensor in self._whole():
-            if _layer(name) != layer and size >= self._batch_bytes:
+            if layer_of(name) != layer and size >= self._batch_bytes:
                 yield self._converted(batch)
                 batch, size = {}, 0
-            layer = _layer(name)
+            layer = layer_of(name)
             batch[name] = tensor
             size += tensor.numel() * tensor.element_size()
         if batch:
@@ -91,9 +90,3 @@ class FullTensors:
         if isinstance(self._module, PreTrainedModel):
             batch = revert_weight_conversion(self._module, batch)
         return list(batch.items())
-
-
-def _layer(name: str) -> str:
-    """Prefix up to the first number: "model.layers.3."; the name itself outside of layers."""
-    match = _LAYER.match(name)
-    return match[0] if match else name

@@ -19,10 +19,11 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
-from sharding.checkpoint import Checkpointer, CheckpointError, export_hf
+from sharding.checkpoint import Checkpointer, CheckpointError, export, export_hf
 from sharding.checkpoint import __main__ as export_command
 from sharding.fsdp import shard_model
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
+from tests.peak_memory import PeakTracker
 from tests.sharding.models import tiny_llama
 
 TOKENS = torch.tensor([[1, 5, 9, 2]])
@@ -84,27 +85,51 @@ def test_a_value_model_is_exported_durably_as_a_classifier_with_one_label(tmp_pa
     assert torch.equal(_output(model), outputs["critic"])
 
 
-def test_fused_experts_are_exported_under_the_names_of_the_original_checkpoint(tmp_path):
+def _mixture(num_layers: int) -> Qwen2MoeForCausalLM:
     config = Qwen2MoeConfig(
         vocab_size=67,
         hidden_size=32,
         intermediate_size=48,
         moe_intermediate_size=16,
         shared_expert_intermediate_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_experts=4,
         num_experts_per_tok=2,
     )
     torch.manual_seed(0)
-    outputs = _save(tmp_path, {"actor": Qwen2MoeForCausalLM(config)})
+    return Qwen2MoeForCausalLM(config)
+
+
+def test_fused_experts_are_exported_under_the_names_of_the_original_checkpoint(tmp_path):
+    outputs = _save(tmp_path, {"actor": _mixture(2)})
     out = export_hf(tmp_path, tmp_path / "hf")
     header = (out / "model.safetensors").read_bytes()
     size = int.from_bytes(header[:8], "little")
     names = json.loads(header[8 : 8 + size])
     assert "model.layers.1.mlp.experts.3.gate_proj.weight" in names
     assert torch.equal(_output(AutoModelForCausalLM.from_pretrained(out)), outputs["actor"])
+
+
+def test_a_model_is_exported_file_by_file_and_never_whole_in_memory(tmp_path, monkeypatch):
+    model = _mixture(6)
+    num_bytes = sum(p.nbytes for p in model.parameters())
+    _save(tmp_path, {"actor": model})
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    monkeypatch.setattr(export, "FILE_BYTES", 2 * layer)
+    with PeakTracker(torch.device("cpu")) as tracker:
+        out = export_hf(tmp_path, tmp_path / "hf", dtype=torch.float32)
+    # a file of two layers, another copy of it where names are converted, the tensor that is read
+    assert tracker.peak_bytes < 5 * layer < num_bytes
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert files == sorted({*index["weight_map"].values()}) and len(files) >= 3
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert index["metadata"]["total_size"] == num_bytes
+    again = AutoModelForCausalLM.from_pretrained(out)
+    for (name, a), (_, b) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(getattr(a, "full_tensor", lambda a=a: a)(), b), name
 
 
 def test_the_command_exports_in_another_dtype_and_reports_errors(tmp_path, monkeypatch, capsys):
