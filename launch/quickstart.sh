@@ -20,8 +20,6 @@ RANKS=${RANKS:-2}
 . launch/environment.sh
 use_venv data
 
-cores=$(nproc)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > RANKS ? cores / RANKS : 1))}
 export HF_HUB_OFFLINE=1
 
 "$VENV_PYTHON" -m ppo.models.smollm2 --out "$MODEL"

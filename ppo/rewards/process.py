@@ -56,6 +56,7 @@ class WorkerProcess:
             start_new_session=True,
         )
         theirs.close()
+        _on_all_cores(self.pid)
         self._send(pickle.dumps((list(functions), timeout_s)))
 
     @property
@@ -96,6 +97,12 @@ class WorkerProcess:
         code = self.process.wait()
         self.channel.close()
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def _on_all_cores(pid: int) -> None:
+    """A rank may be bound to some cores (ppo/run/machine.py); what starts it is not."""
+    with suppress(OSError, AttributeError):  # it has ended already; no Linux
+        os.sched_setaffinity(pid, os.sched_getaffinity(os.getppid()))
 
 
 def _kill_group(group: int) -> None:

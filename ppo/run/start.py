@@ -6,6 +6,7 @@ reported. Every rank calls everything here.
 
 import json
 import logging
+import os
 import random
 import signal
 import sys
@@ -25,6 +26,13 @@ from ppo.check.shard_size import sized
 from ppo.check.warnings import config_warnings
 from ppo.config import Config, ConfigError, Problem
 from ppo.errors import InputError
+from ppo.run.machine import (
+    bus_id_of,
+    compute_mode,
+    exclusive_problem,
+    given_threads,
+    use_cores,
+)
 from ppo.run.run import Run
 from ppo.run.signals import EXIT_INTERRUPTED, stop_with_parent
 from sharding.agree import gather, together
@@ -54,6 +62,8 @@ class Launch:
     restart_count: int = 0
     has_agent: bool = False
     """torchrun's agent is the parent"""
+    threads: int | None = None
+    """CPU threads that the user has asked for (OMP_NUM_THREADS)"""
     error_file: str | None = None
     """where torchrun looks for the reason of a failure"""
 
@@ -62,13 +72,15 @@ class Launch:
         """Read torchrun's variables, and set ENVIRONMENT."""
         for name, value in ENVIRONMENT.items():
             env.setdefault(name, value)
+        has_agent = "TORCHELASTIC_RUN_ID" in env
         return cls(
             rank=int(env.get("RANK", 0)),
             local_rank=int(env.get("LOCAL_RANK", 0)),
             world_size=int(env.get("WORLD_SIZE", 1)),
             ranks_per_node=int(env.get("LOCAL_WORLD_SIZE", 1)),
             restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            has_agent="TORCHELASTIC_RUN_ID" in env,
+            has_agent=has_agent,
+            threads=given_threads(env, os.getppid() if has_agent else None),
             error_file=env.get("TORCHELASTIC_ERROR_FILE"),
         )
 
@@ -163,6 +175,12 @@ def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator
     if launch.has_agent:
         stop_with_parent()
     device = pick_device(config, launch.local_rank)
+    binds = device.type == "cuda" and config.trainer.numa_binding
+    cores = use_cores(
+        local_ranks=launch.ranks_per_node,
+        given=launch.threads,
+        bus_id=bus_id_of(device) if binds else None,
+    )
     seed = config.trainer.seed + launch.rank  # dropout and the like; sampling has its own noise
     torch.manual_seed(seed)
     random.seed(seed)
@@ -183,7 +201,10 @@ def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator
         dims, reason = choose_dims(config, launch, memory_of(device))
         mesh = build_mesh(dims, device, timeout_s=config.trainer.comm_timeout_s)
         with Run(config, mesh, command=command, restart_count=launch.restart_count) as run:
+            problem = exclusive_problem(compute_mode(device), config.rollout)
+            run.agree(ValueError(str(problem)) if problem else None)
             logger.info("%s", mesh.dims.summary())
+            logger.info("%s", cores)
             if launch.rank == 0:
                 if reason:
                     logger.info("%s", reason)

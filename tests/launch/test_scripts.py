@@ -2,9 +2,13 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -132,10 +136,74 @@ def test_the_slurm_job_does_what_the_outcome_of_its_start_asks_for(
         assert (run / "status.json").read_text() == before
 
 
-def test_the_kubernetes_example_is_valid_yaml_with_valid_bash() -> None:
+@pytest.mark.parametrize(
+    ("given", "cpus"),
+    [
+        ({}, ""),
+        ({"SLURM_JOB_CPUS_PER_NODE": "96(x3),64,128(x2)"}, "64"),
+        ({"SLURM_JOB_CPUS_PER_NODE": "96(x3)", "SLURM_CPUS_PER_TASK": "16"}, "16"),
+    ],
+)
+def test_the_slurm_job_gives_its_task_all_cores_of_the_smallest_node(
+    tmp_path: Path, given: dict[str, str], cpus: str
+) -> None:
+    source = '#!/usr/bin/env bash\necho "cpus ${SRUN_CPUS_PER_TASK-}"; exit 3\n'
+    (tmp_path / "srun").write_text(source)
+    (tmp_path / "srun").chmod(0o755)
+    job = {"SLURM_JOB_NAME": "ppo", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
+    command = ("bash", "launch/slurm/ppo.sbatch", "ppo_tiny.yaml")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    result = shell(*command, cwd=ROOT, PATH=path, **job, **given)
+    assert (result.returncode, result.stdout) == (3, f"cpus {cpus}\n"), result.stderr
+
+
+def kubernetes_container() -> dict[str, Any]:
     text = (ROOT / "launch" / "kubernetes" / "job.yaml").read_text()
     service, job = yaml.safe_load_all(text)
     assert (service["kind"], job["kind"]) == ("Service", "Job")
     (container,) = job["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def test_pods_end_with_the_one_that_is_killed_and_a_run_that_failed_stays_failed(
+    tmp_path: Path,
+) -> None:
+    """The example's own script as three pods: two of a run, and one whose run fails."""
+    for name, source in (("python", "exit 0"), ("torchrun", 'exec "$TORCHRUN"')):
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{source}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "works").write_text('#!/usr/bin/env bash\ntouch "$RUN_DIR/up"; exec sleep 60\n')
+    status = '{"state": "failed", "step": 3}'
+    fails = f"#!/usr/bin/env bash\necho '{status}' >\"$RUN_DIR/status.json\"; exit 1\n"
+    (tmp_path / "fails").write_text(fails)
+    container = kubernetes_container()
+    given = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+    given |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BEAT_S": "1", "GONE_S": "2"}
+    pods = []
+    try:
+        for run, node, torchrun in (("a", 0, "works"), ("a", 1, "works"), ("b", 0, "fails")):
+            (tmp_path / torchrun).chmod(0o755)
+            own = {"RUN_DIR": str(tmp_path / run), "NODE": str(node)}
+            own["TORCHRUN"] = str(tmp_path / torchrun)
+            command = [*container["command"], container["args"][0]]
+            pods.append(subprocess.Popen(command, env=given | own, start_new_session=True))
+        survivor, killed, failed = pods
+        while len(list((tmp_path / "a" / "alive").glob("*"))) < 2:
+            time.sleep(0.05)
+        time.sleep(1.1)  # times of files are whole seconds
+        killed.kill()
+        assert survivor.wait(20) == 75
+        assert failed.wait(20) == 1
+        assert [file.name[0] for file in (tmp_path / "a" / "alive").iterdir()] == ["1"]
+    finally:
+        for pod in pods:
+            with suppress(ProcessLookupError):
+                os.killpg(pod.pid, signal.SIGKILL)
+
+
+def test_the_kubernetes_example_has_valid_bash_and_what_rdma_needs() -> None:
+    container = kubernetes_container()
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert any(name.startswith("rdma/") for name in container["resources"]["limits"])
     result = shell("bash", "-n", "-c", container["args"][0])
     assert result.returncode == 0, result.stderr

@@ -50,6 +50,7 @@ class Jobs:
         (folder / "reward.py").write_text(REWARD)
         return self.slurm.run(
             *("sbatch", "--parsable", "--nodes=2", "--gpus-per-node=0", "--signal=B:USR1@15"),
+            "--oversubscribe",  # two jobs share the nodes
             *(f"--chdir={ROOT}", f"--output={folder / 'job.out'}", "launch/slurm/ppo.sbatch"),
             *("ppo_tiny.yaml", f"trainer.total_training_steps={STEPS}", "trainer.device=cpu"),
             *(f"reward.function.path={folder / 'reward.py'}", "reward.timeout_s=300"),

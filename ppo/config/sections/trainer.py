@@ -86,6 +86,8 @@ class TrainerConfig(Section):
     """spread sequences over ranks by cost instead of in order"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = CUDA where there is one"""
+    numa_binding: MayChange[bool] = True
+    """on CUDA, keep each rank on the cores of its GPU's NUMA node, where the system shows it"""
     deterministic: bool = False
     """deterministic kernels, and per-sample seeds in SGLang on CUDA: slower"""
 

@@ -61,6 +61,10 @@ class HostProcess:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        with contextlib.suppress(
+            OSError
+        ):  # a rank may be bound to its GPU's cores, an engine has other GPUs
+            os.sched_setaffinity(self.process.pid, os.sched_getaffinity(os.getppid()))
         self._connection = Connection(ours.detach())
         self.submit("start", **settings)
 

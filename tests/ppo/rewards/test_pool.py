@@ -413,3 +413,18 @@ def test_an_unknown_data_source_is_found_by_the_probe():
         pytest.raises(RewardError, match=r"'mine' \(built in: .*gsm8k.*reward\.function\.path"),
     ):
         pool.probe([request(source="exact_match"), request(source="mine")])
+
+
+def test_a_worker_runs_on_all_cores_though_its_rank_is_bound_to_some(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1\n"
+    )
+    mine = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(mine)})
+        with RewardPool(settings(file)) as pool:
+            (worker,) = pool.pids
+            assert os.sched_getaffinity(worker) == os.sched_getaffinity(os.getppid())
+    finally:
+        os.sched_setaffinity(0, mine)
