@@ -90,7 +90,7 @@ def train(config: Config, run: Run) -> None:
         collector = owned.enter_context(open_collector(config, run, prompts, actor))
         batchers = make_batchers(config, run.mesh, models)
         # nothing can be refused any more: from here on this start writes the record of the run
-        run.begin(step=state.step, anew=start is None)
+        run.begin(step=state.step, anew=start is None or not checkpoints.owns(start))
         if start is not None and trains:
             checkpoints.make_newest(start)
         tracker = owned.enter_context(

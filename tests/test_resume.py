@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +88,9 @@ def stopped_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, An
                for mode in (step_4, "trainer.resume_mode=disable")]  # fmt: skip
     train_here(rank, world_size, looking)
     unchanged = record_of(Path(disturbed)) == record
+    if rank == 0:  # it goes on from the checkpoint of another run: this one is set aside
+        shutil.copytree(base / "disturbed", base / "changed")
+    torch.distributed.barrier()
     train_here(rank, world_size, [(str(base / "changed"), until(STEPS, step_4, *CHANGES))])
     return {"whole": whole["tokens"], "states": states, "refused": refused, "unchanged": unchanged}
 
@@ -153,6 +157,9 @@ def test_an_accepted_change_of_the_configuration_has_its_effect(two_ranks):
     folder, _ = two_ranks
     [row] = rows_of(folder / "changed")
     assert row["step"] == STEPS and row["actor/kl_coef"] == 0.5
+    earlier = record_of(folder / "disturbed")  # it started in a copy of that run's folder
+    earlier = {name: crc for name, crc in earlier.items() if not name.startswith("tiny_model/")}
+    assert record_of(folder / "changed" / "old1") == earlier
     states = [
         json.loads((folder / run / "checkpoints/step_00000005/train_state.json").read_text())
         for run in ("changed", "whole")

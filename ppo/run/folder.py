@@ -144,7 +144,7 @@ def set_aside(folder: Path) -> None:
     for name in RECORD:
         if (folder / name).exists():
             (folder / name).rename(old / name)
-    logger.warning("nothing is resumed: what an earlier run left in %s is now in %s", folder, old)
+    logger.warning("what an earlier run left in %s is now in %s", folder, old)
 
 
 def add_log_handlers(folder: Path, rank: int) -> list[logging.Handler]:

@@ -149,8 +149,8 @@ class Run:
 
         Args:
             step: iterations done.
-            anew: nothing is resumed. What an earlier run has left is set aside, except by a restart
-                by torchrun: then it was this run.
+            anew: no checkpoint of this folder is resumed. What an earlier run has left is set
+                aside, except by a restart by torchrun: then it was this run.
         """
         self.attempt(lambda: self._write_record(step, anew and not self.is_restart))
         self.step, self._owns_status = step, True

@@ -242,12 +242,16 @@ class Checkpointer:
         """The JSON state of a checkpoint, before any tensor is read; same on all ranks."""
         return self._on_rank_0(lambda: read_train_state(path))["state"]
 
+    def owns(self, path: Path) -> bool:
+        """Whether it is a checkpoint of this folder."""
+        return path.resolve().parent == self.folder.resolve()
+
     def make_newest(self, path: Path) -> None:
         """The run goes on from this one: a later start must not find a newer one of its past.
 
         Does nothing for a checkpoint of another folder.
         """
-        if path.resolve().parent == self.folder.resolve():
+        if self.owns(path):
             self._on_rank_0(lambda: folders.make_newest(path))
 
     def load(

@@ -55,8 +55,8 @@ class TrainerConfig(Section):
     """validate and end: nothing of the run changes, the results are in its folder validations"""
     resume_mode: MayChange[FilePath] = "auto"
     """auto = newest complete checkpoint of the run folder; disable = start anew, an earlier run is
-    set aside; or the path of a checkpoint or run, metrics and samples after its step are set
-    aside"""
+    set aside; or the path of a checkpoint or run: metrics and samples after its step are set
+    aside, of a run in another folder everything that is here"""
     allow_changed_config: MayChange[bool] = False
     """resume although keys have changed that a resumed run should keep"""
     async_save: MayChange[bool] = True
