@@ -118,6 +118,7 @@ def train(config: Config, run: Run) -> None:
                 checkpoints.finish()  # what is not saved is not preempted, but failed
 
         owned.push(save_if_stopped)
+        owned.push(run.note_failure)  # first: what is closed on the way out may fail too
         metrics, alarm = Metrics(run.mesh.device), EngineAlarm(config)
         if config.trainer.val_only:
             test(metrics)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sharding.agree import gather
+from sharding.progress import PROGRESS
 
 Number = float | Tensor
 
@@ -57,13 +58,20 @@ class Metrics:
         """Add the time of the block to timing_s/NAME; the slowest rank counts, in seconds.
 
         On CUDA the device memory that tensors held at most goes to memory_gib/NAME. Blocks may
-        stand inside others, which then count what happens in the inner ones too.
+        stand inside others, which then count what happens in the inner ones too. The block is a
+        phase of the process (sharding/progress.py).
+
+        A block that is left by an exception is not timed: the device may be waiting for ranks that
+        will not come, and would be waited for.
         """
-        start = self._now()
-        self._open_peak()
-        try:
-            yield
-        finally:
+        with PROGRESS.during(name):
+            start, depth = self._now(), len(self._peaks)
+            self._open_peak()
+            try:
+                yield
+            except BaseException:
+                del self._peaks[depth:]
+                raise
             elapsed = self._now() - start
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
             self._close_peak(name)

@@ -21,6 +21,7 @@ from ppo.models.roles import Models
 from sharding.mesh import Mesh
 from sharding.offload import to_device
 from sharding.partition import Budget, count_micro_batches, micro_batches
+from sharding.progress import PROGRESS
 
 PAD_ID = 0
 """an id that every model has: no real token attends to padding, so that it may be any; a
@@ -166,7 +167,9 @@ class Batcher:
         ]
 
     def make(self, batch: RolloutBatch, indices: Sequence[int]) -> MicroBatch:
-        """Tensors of one micro-batch, on the device."""
+        """Tensors of one micro-batch, on the device; the one before has been launched."""
+        PROGRESS.tick()
+        PROGRESS.arrive()
         return make_micro_batch(
             batch,
             indices,

@@ -141,6 +141,8 @@ Coefficient = Annotated[float, Bound(ge=0, le=1000, usual=(0, 1))]
 Seconds = Annotated[float, Bound(ge=0.01, le=HUGE)]
 Timeout = Annotated[float, Bound(ge=0.01, le=1e6, usual=(10, 1e6))]
 """seconds, after which something is given up"""
+HangTimeout = Annotated[float, Bound(ge=1, le=1e6, also=(0,), usual=(60, 1e5))]
+"""seconds; 0 = off"""
 FilePath = Annotated[str, PathRule()]
 
 

@@ -73,7 +73,6 @@ NOT_BUILT = {
     "algorithm.filter_groups": NotBuilt(None),
     "guards.preset": NotBuilt("none"),
     "guards": NotBuilt(None),
-    "trainer.hang_timeout_s": NotBuilt(None, "use trainer.comm_timeout_s"),
     "trainer.profile_steps": NotBuilt("[]"),
     "trainer.early_stop": NotBuilt("null"),
     "trainer.alarms": NotBuilt(None),

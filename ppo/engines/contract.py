@@ -139,6 +139,9 @@ class Engine(Protocol):
     gets a copy. Only the first `num_ids_of(module)` ids may be sampled; log-probs are over these.
     """
 
+    generates_together: bool
+    """whether the ranks of a group meet in the collectives of a step of `generate`"""
+
     def start(self) -> Generator[None, None, None]:
         """Waits until the engine is up and has given its memory back; `wake` does it otherwise.
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ppo.rewards.contract import Function
+from ppo.rewards.groups import kill_group
 from ppo.rewards.worker import Task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +94,7 @@ class WorkerProcess:
         """
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(wait_s)
-        _kill_group(self.pid)
+        kill_group(self.pid)
         code = self.process.wait()
         self.channel.close()
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
@@ -103,44 +104,3 @@ def _on_all_cores(pid: int) -> None:
     """A rank may be bound to some cores (ppo/run/machine.py); what starts it is not."""
     with suppress(OSError, AttributeError):  # it has ended already; no Linux
         os.sched_setaffinity(pid, os.sched_getaffinity(os.getppid()))
-
-
-def _kill_group(group: int) -> None:
-    """End all processes of a group, but for multiprocessing's resource trackers.
-
-    A tracker unlinks the shared memory and the semaphores that the others leave behind, and ends
-    by itself when the last of them has gone.
-    """
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGSTOP)  # from here on nobody forks
-        trackers = [pid for pid in _members(group) if _is_resource_tracker(pid)]
-        if not trackers:
-            os.killpg(group, signal.SIGKILL)
-            return
-        for pid in _members(group):
-            if pid not in trackers:
-                _send_signal(pid, signal.SIGKILL)
-        for pid in trackers:
-            _send_signal(pid, signal.SIGCONT)
-
-
-def _members(group: int) -> list[int]:
-    """Process ids of a group; empty where there is no /proc."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-            if int(fields[2]) == group:
-                found.append(int(stat.parent.name))
-    return found
-
-
-def _is_resource_tracker(pid: int) -> bool:
-    with suppress(OSError):
-        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
-
-
-def _send_signal(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)

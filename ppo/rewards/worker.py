@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from ppo.rewards.contract import Function, RewardError, RewardRequest
 from ppo.rewards.forks import begin_children_afresh, ended_in_children, ignore_signals
 from ppo.rewards.function import Loaded, Scored, call, combine, load_function, read
+from ppo.rewards.groups import end_group_with
 
 MEMORY_LIMIT_GIB = 8
 """private memory of a worker; a function that needs more gets a MemoryError"""
@@ -43,6 +44,7 @@ class Task(NamedTuple):
 
 def main(fd: int, parent: int) -> None:
     """Serve until the parent closes its end of the socket `fd`, or dies."""
+    end_group_with(os.getpid())
     _die_with(parent)
     ignore_signals()
     _limit_resources()

@@ -21,7 +21,7 @@ from ppo.metrics import Metrics
 from ppo.models.folder import model_folder, read_generation_config
 from ppo.models.learner import Model
 from ppo.rollout.generate import generate
-from ppo.run.run import Run
+from ppo.run.run import Run, StopRequested
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,18 +42,27 @@ class Collector:
 
     @contextmanager
     def awake(self, metrics: Metrics) -> Iterator[None]:
-        """The engine with the actor's weights; its memory is given back afterwards."""
+        """The engine with the actor's weights; its memory is given back afterwards.
+
+        Not where the run fails: the release is collective, and others may be in another collective.
+        """
         try:
             with metrics.timed("reshard"), ExitStack() as resident:
                 self.run.drive(self.engine.start())
                 resident.enter_context(self.actor.on_device())
-                found = self.run.drive(self.engine.wake(loaded=resident.close))
+                work = self.engine.wake(loaded=resident.close)
+                found = self.run.drive(work, holds_collectives=True)
             for name, value in found.items():
                 metrics.add(name, value, 1)
             yield
-        finally:
-            with metrics.timed("release"):
-                self.engine.release()
+        except StopRequested:
+            self._release(metrics)
+            raise
+        self._release(metrics)
+
+    def _release(self, metrics: Metrics) -> None:
+        with metrics.timed("release"):
+            self.engine.release()
 
     def validation_params(self, step: int) -> SamplingParams:
         """Sampling of the validation after `step` iterations."""

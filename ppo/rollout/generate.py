@@ -36,7 +36,8 @@ def generate(
     shares = spread(lengths, n=n, replicas=mesh.dims.rollout_dp)
     share = shares[mesh.rollout_dp_rank]
     work = engine.generate([requests[i] for i in share], params)
-    generated = run.drive(work, label="generate")
+    together = engine.generates_together
+    generated = run.drive(work, label="generate", holds_collectives=together)
     for name, value in generated.metrics.items():
         metrics.add(name, value, 1)
     if mesh.rollout_tp_rank != 0:

@@ -166,7 +166,7 @@ class Scorer:
         """
         mesh = self.run.mesh
 
-        def work() -> Generator[None, None, tuple[dict[int, RewardResult], str | None]]:
+        def work() -> Generator[float, None, tuple[dict[int, RewardResult], str | None]]:
             """Results by number, of all samples of the node, on the rank that holds the pool."""
             found = gather_to_first((samples.numbers, samples.texts), mesh.node_group)
             if self.pool is None:
@@ -183,7 +183,7 @@ class Scorer:
                 while not job.poll(0.5):
                     if problem := self._too_many(len(job.failures), samples.total):
                         break  # not only when every sample has hung
-                    yield
+                    yield len(job.finished) / len(numbers)
             except RewardError as error:
                 problem = str(error)
             return {numbers[index]: result for index, result in job.finished.items()}, problem

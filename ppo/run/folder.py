@@ -147,8 +147,9 @@ def set_aside(folder: Path) -> None:
     logger.warning("what an earlier run left in %s is now in %s", folder, old)
 
 
-def add_log_handlers(folder: Path, rank: int) -> list[logging.Handler]:
-    """Log to the console (rank 0: INFO, others: WARNING) and everything to logs/rank_0000.log.
+def add_log_handlers(folder: Path, rank: int) -> list[logging.StreamHandler]:
+    """Log to the console (rank 0: INFO, others: WARNING) and everything to logs/rank_0000.log, the
+    last handler.
 
     A warning that is the same on every rank is logged with extra={"every_rank": True}: the console
     has it from rank 0 only.
@@ -183,7 +184,7 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
-def remove_log_handlers(handlers: Sequence[logging.Handler]) -> None:
+def remove_log_handlers(handlers: Sequence[logging.StreamHandler]) -> None:
     """Undo `add_log_handlers`."""
     for handler in handlers:
         logging.getLogger().removeHandler(handler)

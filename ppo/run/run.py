@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -30,10 +31,13 @@ from ppo.run.folder import (
     set_aside,
     write_status,
 )
+from ppo.run.limits import make_watchdog
 from ppo.run.progress import progress_bar
 from ppo.run.signals import CTRL_C, EXIT_INTERRUPTED, SignalWatch
+from ppo.run.watchdog import Watchdog, is_of_communication
 from sharding.agree import errors_by_rank, gather, raise_everywhere
 from sharding.mesh import Mesh
+from sharding.progress import PROGRESS
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +75,20 @@ class Run:
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, *, command: Sequence[str], restart_count: int = 0
+        self,
+        config: Config,
+        mesh: Mesh,
+        *,
+        command: Sequence[str],
+        restart_count: int = 0,
+        tell_launcher: Callable[[str], None] = lambda _: None,
     ) -> None:
         """
         Args:
             command: the command line, for the record.
             restart_count: TORCHELASTIC_RESTART_COUNT. Only a first start (0) obeys resume_mode
                 disable and removes old STOP and PREEMPT files.
+            tell_launcher: told, on one rank of a node, why its processes are ended.
         """
         self.dir = config.run_dir
         self.record = config.run_dir
@@ -88,12 +99,17 @@ class Run:
         self._config = config
         self._command = command
         self._restart_count = restart_count
+        self._tell_launcher = tell_launcher
         self._started = time.monotonic()
         self._stop_code = 0
         self._earlier: str | None = None
         """state that an earlier start has left"""
         self._owns_status = False
         self._owned = ExitStack()
+        self._watchdog: Watchdog | None = None
+        self.is_cause = False
+        """this rank's failure is the run's"""
+        self._failure = ""
         self._signals = SignalWatch(
             before_exit=lambda: self._fail("interrupted (Ctrl-C), not saved")
         )
@@ -110,11 +126,14 @@ class Run:
 
     def __enter__(self) -> Run:
         """Collective. Raises ConfigError on all ranks when one cannot write to the folder."""
+        PROGRESS.left_in = None  # of an earlier run in this process
         with ExitStack() as owned:
             self.attempt(lambda: self._open_folder(owned))
-            told = gather((self.record, self._earlier), self.mesh.host_group)
-            self.record, self._earlier = told[0]
+            mine = (self.record, self._earlier, f"watchdog/{uuid.uuid4().hex}")
+            self.record, self._earlier, name = gather(mine, self.mesh.host_group)[0]
             self._owns_status = self._earlier is None
+            dog = make_watchdog(self._config, self.mesh, name, self._log, self._last_words)
+            self._watchdog = owned.enter_context(dog)
             owned.enter_context(self._signals)
             self._owned = owned.pop_all()
         logger.info("run folder %s", self.dir)
@@ -122,7 +141,9 @@ class Run:
 
     def _open_folder(self, owned: ExitStack) -> None:
         self.dir.mkdir(parents=True, exist_ok=True)
-        owned.callback(remove_log_handlers, add_log_handlers(self.dir, self.mesh.rank))
+        handlers = add_log_handlers(self.dir, self.mesh.rank)
+        owned.callback(remove_log_handlers, handlers)
+        self._log = handlers[-1].stream
         if self.mesh.rank != 0:
             return
         owned.enter_context(lock_folder(self.dir))
@@ -141,6 +162,14 @@ class Run:
         if self._earlier is None:
             write_status(self.record, "running", step=0, reason="")
 
+    def _last_words(self, text: str, writes: bool, tells: bool) -> None:
+        """By the watchdog, right before it ends this process."""
+        logger.debug("ended: %s", text)
+        if writes:
+            self._write_failure(text)
+        if tells:
+            self._tell_launcher(text)
+
     def begin(self, *, step: int = 0, anew: bool = False) -> None:
         """Collective: this start is accepted, and from now on it writes the record.
 
@@ -154,6 +183,8 @@ class Run:
         """
         self.attempt(lambda: self._write_record(step, anew and not self.is_restart))
         self.step, self._owns_status = step, True
+        assert self._watchdog is not None
+        self._watchdog.begin()
 
     def nothing_left(self, step: int) -> None:
         """Instead of `begin`: what was asked for is done, also where an earlier start was killed
@@ -220,6 +251,7 @@ class Run:
 
     def _safe_point(self, seconds: float) -> float:
         """Collective: take note of stop requests; the most seconds of any rank."""
+        PROGRESS.arrive()
         state = torch.tensor([self._own_stop_code(), seconds], dtype=torch.float64)
         dist.all_reduce(state, dist.ReduceOp.MAX, group=self.mesh.host_group)
         code, most = state.tolist()
@@ -237,6 +269,7 @@ class Run:
             RuntimeError: a rank has passed an error; the message has each and its ranks.
             StopRequested: a stop is requested.
         """
+        PROGRESS.arrive()
         state = torch.tensor([not done, error is not None, self._own_stop_code()], dtype=torch.int)
         dist.all_reduce(state, dist.ReduceOp.MAX, group=self.mesh.host_group)
         waiting, failed, code = state.tolist()
@@ -255,7 +288,13 @@ class Run:
         if found := errors_by_rank(error, self.mesh.host_group):
             raise ConfigError([Problem("", None, text) for text in found]) from error
 
-    def drive(self, work: Generator[object, None, Result], *, label: str = "") -> Result:
+    def drive(
+        self,
+        work: Generator[object, None, Result],
+        *,
+        label: str = "",
+        holds_collectives: bool = False,
+    ) -> Result:
         """Collective: run `work` to its end on every rank, one step at a time, polls between.
 
         Returns what `work` returns on this rank.
@@ -263,28 +302,40 @@ class Run:
         `work` yields about every half second. All ranks take their n-th step between the same two
         polls, so that a step may hold collectives, if the ranks that join them agree on the step.
         It is closed when it is abandoned. With a label, rank 0 shows a progress bar on a terminal;
-        a float that `work` yields is the share that is done.
+        a float that `work` yields is the share that is done. A value other than the one before
+        is progress.
+
+        Args:
+            holds_collectives: an exception ends this rank at once, and the watchdog the others:
+                they may be in a collective of the same step, and would come to no poll.
 
         Raises:
             what `poll` does; an exception in `work` becomes a RuntimeError on every rank.
         """
         failure: Exception | None = None
-        finished, result = False, None
+        finished, result, last = False, None, None
         bar = progress_bar(label, enabled=label != "" and self.mesh.rank == 0)
         try:
             while True:
                 if not finished:
                     try:
                         step = next(work)
+                        if step != last:
+                            PROGRESS.tick()
+                            last = step
                         bar.update(step - bar.n if isinstance(step, float) else 0.0)
                     except StopIteration as end:
                         finished, result = True, end.value
                     except Exception as exception:  # raised again by poll, on every rank
+                        if holds_collectives:
+                            raise
                         failure, finished = exception, True
                 bar.refresh()
                 if self.poll(finished, _describe(failure)):
                     return cast("Result", result)
         except RuntimeError as gathered:
+            if failure is None:
+                raise
             raise gathered from failure
         finally:
             bar.close()
@@ -300,19 +351,39 @@ class Run:
             if exception is None or isinstance(exception, StopRequested):
                 self._end_well()
                 return True
-            # wrong input is said once, by whoever reports it to the user
-            self._fail(str(_describe(exception)), level=_level_of(exception))
-            logger.debug("failed", exc_info=exception)  # the file has the traceback of each rank
+            self.note_failure(kind, exception, traceback)
+            if self._watchdog is not None:
+                self._watchdog.tell_others(self._failure)
             return False
         finally:
             self._owned.close()
+
+    def note_failure(
+        self,
+        kind: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Write down what this rank fails of, where it strikes; to be pushed on an ExitStack.
+
+        What is closed on the way out may fail too, or take its time. Where a rank was left waiting,
+        the reason is who left it.
+        """
+        if exception is None or isinstance(exception, StopRequested) or self._failure:
+            return
+        text = str(_describe(exception))
+        if self._watchdog is not None and is_of_communication(exception):
+            text = self._watchdog.explained(text)
+        # wrong input is said once, by whoever reports it to the user
+        self._fail(text, level=_level_of(exception))
+        logger.debug("failed", exc_info=exception)  # the file has the traceback of each rank
 
     def _end_well(self) -> None:
         """Wait for the others: a rank that fails now must not find a good end already written."""
         try:
             dist.barrier(group=self.mesh.host_group)
         except RuntimeError as error:
-            self._fail(f"another rank has gone: {error}")
+            self.note_failure(type(error), error, error.__traceback__)
             raise
         reason = STOP_REASONS[self._stop_code]
         self.status(STOPS[reason], self.step, reason)
@@ -320,10 +391,19 @@ class Run:
 
     def _fail(self, reason: str, *, level: int = logging.ERROR) -> None:
         """Write the failure, from whichever rank it struck; what struck first stays."""
+        where = f" in {PROGRESS.left_in}" if PROGRESS.left_in else ""
+        reason = self._failure = f"rank {self.mesh.rank}{where}: {reason}"
+        if self._watchdog is None or self._watchdog.claim(reason):
+            self.is_cause = True
+            self._write_failure(reason, level=level)
+        else:
+            logger.debug("failed too: %s", reason)
+
+    def _write_failure(self, reason: str, *, level: int = logging.ERROR) -> None:
         if not self._owns_status:
             logger.log(level, "this start failed: %s", reason)
         elif not self._has_failed():
-            self._write_status("failed", f"rank {self.mesh.rank}: {reason}")
+            self._write_status("failed", reason)
             logger.log(level, "failed at step %d: %s", self.step, reason)
 
     def _write_status(self, state: Outcome, reason: str) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -90,8 +91,7 @@ class SignalWatch:
         elif time.monotonic() - self._interrupted_at > ECHO_S:
             signal.alarm(LAST_WORDS_S)  # the kernel's word
             self._before_exit()
-            for pid in descendants(os.getpid()):
-                _kill(pid)
+            kill_descendants()
             os._exit(EXIT_INTERRUPTED)
 
 
@@ -117,8 +117,8 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+def kill_descendants() -> None:
+    """End all that this process has started, now."""
+    for pid in descendants(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
 """exit code for wrong configuration or data"""
+SAID_ABOVE = "wrong input: what is wrong stands above, where the first start has said it"
+EXIT_S = 20
+"""what Python's own end may take after a failure: NCCL may wait for ranks that will not come"""
 HOST_TIMEOUT_S = 1800
 """seconds that one rank may be ahead of another on the host: it may be busy with files"""
 ENVIRONMENT = {"TORCH_GLOO_LAZY_INIT": "1"}
@@ -94,19 +97,25 @@ class Launch:
         ]
 
     def report(self, error: InputError) -> int:
-        """Say once what is wrong with the user's input; the exit code.
+        """Say at once, and once, what is wrong with the user's input; the exit code.
 
-        Under torchrun its own report, the last thing on the screen, says it: on each node once.
+        The first rank says it, on the first start. Of another node it is torchrun's report that
+        says it, the last thing on the screen: there something else may be wrong.
         """
-        if self.error_file is not None and self.local_rank == 0:
-            reason = {"message": str(error), "timestamp": int(time.time())}
-            try:
-                Path(self.error_file).write_text(json.dumps(reason), encoding="utf-8")
-            except OSError:
-                sys.stderr.write(f"{error}\n")
-        elif self.error_file is None and self.rank == 0 and self.restart_count == 0:
+        if self.rank == 0 and self.restart_count == 0:
             sys.stderr.write(f"{error}\n")
+            self.tell_launcher(SAID_ABOVE)
+        elif self.local_rank == 0:
+            self.tell_launcher(SAID_ABOVE if self.rank == 0 else str(error))
         return EXIT_CONFIG
+
+    def tell_launcher(self, reason: str) -> None:
+        """The reason of a failure, for torchrun's report."""
+        if self.error_file is not None:
+            # torchrun takes what came first for the cause, and the end of a sibling for as early
+            content = {"message": reason, "timestamp": int(time.time()) - 1}
+            with suppress(OSError):
+                Path(self.error_file).write_text(json.dumps(content), encoding="utf-8")
 
 
 def pick_device(config: Config, local_rank: int) -> torch.device:
@@ -200,7 +209,14 @@ def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator
     ):
         dims, reason = choose_dims(config, launch, memory_of(device))
         mesh = build_mesh(dims, device, timeout_s=config.trainer.comm_timeout_s)
-        with Run(config, mesh, command=command, restart_count=launch.restart_count) as run:
+        run = Run(
+            config,
+            mesh,
+            command=command,
+            restart_count=launch.restart_count,
+            tell_launcher=launch.tell_launcher,
+        )
+        with _one_cause(run, launch), run:
             problem = exclusive_problem(compute_mode(device), config.rollout)
             run.agree(ValueError(str(problem)) if problem else None)
             logger.info("%s", mesh.dims.summary())
@@ -213,3 +229,16 @@ def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator
             yield run
     if run.exit_code == EXIT_INTERRUPTED:  # all is saved: no further Ctrl-C must spoil the end
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def _one_cause(run: Run, launch: Launch) -> Iterator[None]:
+    """Under torchrun the rank that has failed first says why; others end quietly, and all end."""
+    try:
+        yield
+    except Exception as error:
+        if launch.has_agent and not isinstance(error, InputError):
+            signal.alarm(EXIT_S)
+            if not run.is_cause:  # its log has its own traceback
+                sys.exit(1)
+        raise

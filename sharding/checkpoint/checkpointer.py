@@ -109,10 +109,12 @@ class Checkpointer:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             self.finish()
-        except CheckpointError as failure:
+        except RuntimeError as failure:
             if error is None:
                 raise
-            logger.error("%s", failure)  # the exception on its way is the cause to show
+            # the exception on its way is the cause to show; of ranks that are gone others speak
+            level = logging.ERROR if isinstance(failure, CheckpointError) else logging.DEBUG
+            logger.log(level, "%s", failure)
         finally:
             self._thread.shutdown()
 

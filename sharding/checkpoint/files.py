@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from sharding.progress import PROGRESS
+
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
 TENSORS = "tensors"
@@ -92,6 +94,7 @@ def sync_tree(folder: Path) -> None:
         else:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+            PROGRESS.tick()
     sync_folder(folder)
 
 
@@ -102,6 +105,7 @@ def record_file(path: Path) -> FileRecord:
         while chunk := file.read(_CHUNK):
             num_bytes += len(chunk)
             crc32 = zlib.crc32(chunk, crc32)
+            PROGRESS.tick()
     return FileRecord(num_bytes, crc32)
 
 

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from sharding.checkpoint.files import CheckpointError, FileRecord
+from sharding.progress import PROGRESS
 
 INDEX = ".metadata"
 """the file among the tensors that says which lies where"""
@@ -54,6 +55,7 @@ class _ChecksumStream(io.BufferedIOBase):
             raise
         self.crc32 = zlib.crc32(data, self.crc32)
         self.num_bytes += written
+        PROGRESS.tick()
         return written
 
     def tell(self) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from sharding.layout import Layout, Style, Zero, tp_layouts
 from sharding.mesh import Mesh
+from sharding.progress import PROGRESS
 from sharding.reshard.exchange import ReshardStats, make_links, topology_of
 from sharding.reshard.geometry import Piece
 from sharding.reshard.plan import MIB, Entry, RankBucket, Stage, make_plan
@@ -132,6 +133,7 @@ class Resharder:
             for index, bucket in enumerate(self._buckets):
                 self._finish(flight)
                 flight = self._start(index + 1, slots, shards)
+                PROGRESS.tick()
                 yield Bucket(slots[index % 2][: bucket.size], bucket.entries, bucket.zeros)
         finally:
             self._release(slots)

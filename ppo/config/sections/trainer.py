@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from ppo.config.bounds import (
     Bound,
     FilePath,
+    HangTimeout,
     NonNegativeInt,
     PositiveInt,
     Ranks,
@@ -70,6 +71,10 @@ class TrainerConfig(Section):
     """stop, save and end after so long: seconds, or [D-]HH:MM:SS; null = never"""
     comm_timeout_s: MayChange[Timeout] = 600.0
     """time limit of a collective, seconds"""
+    hang_timeout_s: MayChange[HangTimeout] = 1800.0
+    """seconds without a sign of life of a rank, or without progress on any, after which a run that
+    has begun ends, names who hangs, and has the stacks of all ranks in their logs; longer than a
+    micro-batch takes; 0 = never"""
     logger: MayChange[list[LoggerName]] = field(
         default_factory=lambda: ["console", "jsonl", "tensorboard"]
     )

@@ -54,6 +54,7 @@ class TorchEngine:
         """
         hf_config: Any = module.config
         self._mesh, self._tokenizer, self._rollout = mesh, tokenizer, rollout
+        self.generates_together = mesh.dims.rollout_tp > 1
         self._text_config = hf_config.get_text_config()
         self._dtype = getattr(torch, rollout.dtype)
         self._model = LocalModel(

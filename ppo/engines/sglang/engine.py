@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 GIB = 1024**3
+SHARE_OF_HANG = 0.9
 START_TIMEOUT_S = 900.0  # imports, graph capture: nothing reports progress meanwhile
 _END = object()
 T = TypeVar("T")
@@ -61,6 +62,8 @@ class SGLangEngine:
 
     What `generate` returns is whole on the leader (`is_leader`) and empty elsewhere.
     """
+
+    generates_together = False  # the engine's processes do, not the trainer's
 
     def __init__(
         self,
@@ -214,7 +217,7 @@ class SGLangEngine:
             sampling_params=[self._sampling(request, params) for request in requests],
         )
         try:
-            timeout_s = self.rollout.timeout_s
+            timeout_s = self._patience_s(self.rollout.timeout_s)
             reply = yield from self._host.collect(call, "generate", timeout_s=timeout_s)
         except GeneratorExit:
             self._host.abort()
@@ -274,7 +277,12 @@ class SGLangEngine:
         assert self._host is not None
         # Short of the other ranks' patience, which wait in a collective meanwhile.
         timeout_s = min(self.rollout.timeout_s, self.config.trainer.comm_timeout_s / 2)
-        return self._host.ask(verb, timeout_s=timeout_s, **arguments)
+        return self._host.ask(verb, timeout_s=self._patience_s(timeout_s), **arguments)
+
+    def _patience_s(self, timeout_s: float) -> float:
+        """The engine's own error, with the end of its log, comes before the run's that it hangs."""
+        hang_timeout_s = self.config.trainer.hang_timeout_s
+        return min(timeout_s, SHARE_OF_HANG * hang_timeout_s) if hang_timeout_s else timeout_s
 
     def _agree(self, step: Callable[[], T]) -> list[T]:
         """What a step returns on every rank; an error on one is raised on all. Collective."""

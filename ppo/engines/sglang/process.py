@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from ppo.engines.sglang import host as sglang_host
+from sharding.progress import PROGRESS
 
 POLL_S = 0.5
 PIPE_TIMEOUT_S = 60  # a host that neither reads nor writes for so long is hung
 END_TIMEOUT_S = 8.0
+STACKS_TIMEOUT_S = 10.0
 TAIL_LINES = 40
 TAIL_COLUMNS = 300  # SGLang prints all its arguments in one line
 
@@ -98,7 +100,11 @@ class HostProcess:
                     return value
                 if value != marker:
                     marker, changed = value, time.monotonic()
+                    PROGRESS.tick()
+            if not self._up:
+                PROGRESS.tick()  # its start has a limit of its own, and reports nothing
             if time.monotonic() - changed > timeout_s:
+                self._log_stacks()
                 raise self._error(f"made no progress for {timeout_s:g} s in {verb}")
             yield
 
@@ -128,6 +134,20 @@ class HostProcess:
         return EngineError(
             f"rank {self.rank}: the SGLang engine {what}; the end of {self.log}:\n{tail}"
         )
+
+    def _log_stacks(self) -> None:
+        """Stacks of the engine's processes at the end of its log, where py-spy is installed (it
+        comes with SGLang) and the kernel lets it."""
+        program = Path(sys.executable).with_name("py-spy")
+        command = [str(program), "dump", "--nonblocking", "--subprocesses"]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired), self.log.open("ab") as log:
+            subprocess.run(
+                [*command, "--pid", str(self.process.pid)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=STACKS_TIMEOUT_S,
+            )
 
     def abort(self) -> None:
         """Have the engine drop what it generates; the call is still answered."""

@@ -227,7 +227,7 @@ def test_workers_end_with_a_parent_that_is_killed_and_never_run_its_main(nasty_f
         with open({str(tmp_path / "started")!r}, "a") as file:
             file.write("main ")
         with RewardPool(settings({str(nasty_file)!r}, workers=2)) as pool:
-            pool.submit([request("loop")])
+            pool.submit([request("loop"), request("child", truth={str(tmp_path / "child")!r})])
             print(*pool.pids, flush=True)
             time.sleep(600)
         """,
@@ -235,7 +235,12 @@ def test_workers_end_with_a_parent_that_is_killed_and_never_run_its_main(nasty_f
     with subprocess.Popen([sys.executable, str(main)], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
-        assert len(pids) == 2 and all(is_alive(pid) for pid in pids)
+        deadline = time.monotonic() + 10
+        while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        pids.append(int((tmp_path / "child").read_text()))
+        assert len(pids) == 3 and all(is_alive(pid) for pid in pids)
         parent.kill()
     wait_until_gone(*pids)
     assert (tmp_path / "started").read_text() == "main "

@@ -69,7 +69,7 @@ def test_the_actor_takes_device_memory_only_when_the_engine_has_measured_what_is
 
     parts: dict[str, Any] = {
         "config": None,
-        "run": SimpleNamespace(drive=drive),
+        "run": SimpleNamespace(drive=lambda work, **_: drive(work)),
         "actor": SimpleNamespace(on_device=on_device),
         "engine": Engine(),
         "tokenizer": None,

@@ -7,13 +7,13 @@ import torch
 
 from ppo.config import load_config
 from ppo.errors import InputError
-from ppo.run.start import EXIT_CONFIG, Launch, choose_dims, use_expandable_segments
+from ppo.run.start import EXIT_CONFIG, SAID_ABOVE, Launch, choose_dims, use_expandable_segments
 from sharding.mesh import init_distributed
 
 ERROR = InputError("configuration: 1 problem\n  rollout.n = 0: must be at least 1")
 
 
-def under_torchrun(error_file: str, rank: int, local_rank: int) -> Launch:
+def under_torchrun(error_file: str, rank: int, local_rank: int, restart: int = 0) -> Launch:
     return Launch.from_env(
         {
             "RANK": str(rank),
@@ -21,20 +21,26 @@ def under_torchrun(error_file: str, rank: int, local_rank: int) -> Launch:
             "WORLD_SIZE": "4",
             "LOCAL_WORLD_SIZE": "2",
             "TORCHELASTIC_RUN_ID": "none",
-            "TORCHELASTIC_RESTART_COUNT": "1",
+            "TORCHELASTIC_RESTART_COUNT": str(restart),
             "TORCHELASTIC_ERROR_FILE": error_file,
         }
     )
 
 
-def test_the_first_rank_of_each_node_tells_torchrun_what_is_wrong(tmp_path, capfd):
+@pytest.mark.parametrize("restart", [0, 1])
+def test_wrong_input_is_said_at_once_and_once_and_torchruns_report_points_to_it(
+    tmp_path, capfd, restart
+):
     for rank, local_rank in ((0, 0), (1, 1), (2, 0), (3, 1)):
-        launch = under_torchrun(str(tmp_path / f"error{rank}.json"), rank, local_rank)
-        assert launch.report(ERROR) == EXIT_CONFIG
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["error0.json", "error2.json"]
-    reason = json.loads((tmp_path / "error2.json").read_text())
-    assert reason["message"] == str(ERROR) and reason["timestamp"] > 1e9
-    assert capfd.readouterr().err == ""
+        file = str(tmp_path / f"error{rank}.json")
+        assert under_torchrun(file, rank, local_rank, restart).report(ERROR) == EXIT_CONFIG
+    assert capfd.readouterr().err == ("" if restart else f"{ERROR}\n")
+    files = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert {name: reason["message"] for name, reason in files.items()} == {
+        "error0.json": SAID_ABOVE,
+        "error2.json": str(ERROR),  # the second node's own
+    }
+    assert all(reason["timestamp"] > 1e9 for reason in files.values())
 
 
 def test_without_torchruns_file_the_first_rank_says_it_on_the_first_start(tmp_path, capfd):

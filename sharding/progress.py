@@ -1,0 +1,65 @@
+"""How far this process has come: its phase, what it has got done, and the points it has passed.
+
+Owns three facts that whoever watches the process reads from another thread. Must not know who reads
+them. They are counted by the code that does the work: a thread that beats by itself says nothing
+about the main thread.
+
+Whatever may take long without a phase to its own counts what it gets done: micro-batches, buckets,
+files, tokens. Waiting is no progress.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Progress:
+    """Of one process."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        """pieces of work of any kind; only its changes mean something"""
+        self.place = 0
+        """points passed that every rank passes in the same order: who has fewer is behind"""
+        self.entered = threading.Event()
+        """set when a phase begins, for who wants to hear of it at once"""
+        self.left_in: str | None = None
+        """the phases that an exception is on its way out of"""
+        self._phases: list[str] = []
+
+    @property
+    def phase(self) -> str:
+        """The phases of this moment, outermost first: step/gen/reshard; empty outside of all."""
+        return "/".join(self._phases)
+
+    def tick(self) -> None:
+        """Something has been done. Any thread may say so."""
+        self.done += 1
+
+    def arrive(self) -> None:
+        """The main thread is at a point that every rank passes. By itself it is no progress."""
+        self.place += 1
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """The block is a phase, which every rank goes through; phases may stand inside others."""
+        self.left_in = None
+        self._phases.append(phase)
+        self.entered.set()
+        self._step()
+        try:
+            yield
+        except BaseException:
+            self.left_in = self.left_in or self.phase
+            raise
+        finally:
+            self._phases.pop()
+            self._step()
+
+    def _step(self) -> None:
+        self.tick()
+        self.arrive()
+
+
+PROGRESS = Progress()
+"""of this process"""
