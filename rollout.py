@@ -154,9 +154,7 @@ def _load_actor(config: Config, run: Run, checkpoint: Path | None, num_ids: int)
     if checkpoint is not None and not (checkpoint / "config.json").is_file():
         try:
             with Checkpointer(checkpoint, run.mesh) as checkpoints:
-                step = checkpoints.latest(checkpoint)
-                assert step is not None
-                checkpoints.load(step, {"actor": module}, {})
+                checkpoints.load_newest(checkpoint, {"actor": module})
         except CheckpointError as error:
             raise InputError(f"--checkpoint = {checkpoint}: {error}") from error
     return actor

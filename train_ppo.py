@@ -84,7 +84,7 @@ def train(config: Config, run: Run) -> None:
         actor, critic = models.actor, models.critic
         scorer = build_scorer(config, run, prompts, pool)
         if start is not None:  # into the tensors where they rest
-            load_models(config, checkpoints, models, start)
+            start = load_models(config, run, checkpoints, models, state, start)
         # last of what takes device memory: an engine sizes its cache by what is free then, and
         # what a start needs besides must not come out of it
         collector = owned.enter_context(open_collector(config, run, prompts, actor))

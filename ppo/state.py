@@ -15,7 +15,7 @@ from ppo.kl import KLController
 from ppo.models.folder import files_to_keep, model_folder
 from ppo.models.roles import Models
 from ppo.run.run import Run
-from sharding.checkpoint import Checkpointer, CheckpointError
+from sharding.checkpoint import Checkpointer, CheckpointError, DamagedCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -139,15 +139,30 @@ def find_start(
 
 
 def load_models(
-    config: Config, checkpoints: Checkpointer, models: Models, checkpoint: Path
-) -> None:
-    """Weights and optimizers of the checkpoint that `find_start` has found. Raises InputError."""
+    config: Config,
+    run: Run,
+    checkpoints: Checkpointer,
+    models: Models,
+    state: TrainState,
+    start: Path,
+) -> Path:
+    """Weights and optimizers of `start`, which `find_start` has found; returns where they are from.
+
+    A checkpoint whose tensors turn out to be damaged, which is seen as they are read, is skipped
+    for the next one of `find_start`, with its JSON in `state`. Raises InputError on all ranks.
+    """
     optimizers = models.optimizers(config.saving("optimizer"))
-    try:
-        checkpoints.load(checkpoint, models.modules(), optimizers)
-    except CheckpointError as error:
-        raise InputError(f"resume: {error}") from error
-    logger.info("resumed from %s after step %d", checkpoint, checkpoints.saved_step)
+    found: Path | None = start
+    while found is not None:
+        try:
+            checkpoints.load(found, models.modules(), optimizers)
+            logger.info("resumed from %s after step %d", found, checkpoints.saved_step)
+            return found
+        except DamagedCheckpoint:
+            found = find_start(config, run, checkpoints, state)
+        except CheckpointError as error:
+            raise InputError(f"resume: {error}") from error
+    raise InputError(f"resume: {start} is damaged, and there is no other checkpoint")
 
 
 def _refuse_changes(config: Config, saved: str, checkpoint: Path) -> None:

@@ -2,7 +2,7 @@
 
 from sharding.checkpoint.checkpointer import Checkpointer
 from sharding.checkpoint.export import export_hf
-from sharding.checkpoint.files import CheckpointError
+from sharding.checkpoint.files import CheckpointError, DamagedCheckpoint
 from sharding.checkpoint.folder import find_checkpoint
 
-__all__ = ["CheckpointError", "Checkpointer", "export_hf", "find_checkpoint"]
+__all__ = ["CheckpointError", "Checkpointer", "DamagedCheckpoint", "export_hf", "find_checkpoint"]

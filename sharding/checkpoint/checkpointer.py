@@ -1,8 +1,8 @@
 """Distributed checkpoints: save, find the newest, load on any other sharding, prune, export.
 
-Owns what a trainer calls. How ranks write together is in writer.py, what a checkpoint consists of
-in files.py, when one may be trusted in damage.py, their order in folder.py, the names of tensors in
-tensors.py. Must not know a trainer.
+Owns what a trainer calls. How ranks write together is in writer.py, how one reads in reader.py,
+what a checkpoint consists of in files.py, when one may be trusted in damage.py, their order in
+folder.py, the names of tensors in tensors.py. Must not know a trainer.
 
     python -m sharding.checkpoint export CHECKPOINT_OR_RUN OUT [--model actor] [--dtype bfloat16]
 """
@@ -17,18 +17,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch import nn
 from torch.optim import Optimizer
 
 from sharding.agree import gather, together
-from sharding.checkpoint import files as files
 from sharding.checkpoint import folder as folders
 from sharding.checkpoint import tensors as tensors
 from sharding.checkpoint.damage import find_damage, read_train_state
-from sharding.checkpoint.files import CheckpointError
-from sharding.checkpoint.storage import SafeReader, causes
+from sharding.checkpoint.files import CheckpointError, DamagedCheckpoint
+from sharding.checkpoint.reader import read_checkpoint
 from sharding.checkpoint.writer import CheckpointWriter, Job
 from sharding.fsdp import reshard
 from sharding.groups import new_group
@@ -101,7 +98,10 @@ class Checkpointer:
         self._failure: CheckpointError | None = None
         self._saved_step = 0
         self._staging = tensors.Staging()
-        self._verified: set[Path] = set()
+        self._looked_at: set[Path] = set()
+        """checkpoints of which all is as written but what is found out in loading"""
+        self._damaged: dict[Path, str] = {}
+        """what was found out in loading"""
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -142,7 +142,8 @@ class Checkpointer:
             CheckpointError: on all ranks, when two saves in a row could not be written.
         """
         self._settle()
-        self._verified.clear()
+        self._looked_at.clear()
+        self._damaged.clear()
         for module in models.values():
             reshard(module)
         table = {
@@ -212,9 +213,11 @@ class Checkpointer:
             raise CheckpointError(f"two in a row: {before}; {saved.failure}")
 
     def latest(self, where: Path | None = None, *, check: Check = accept) -> Path | None:
-        """The newest checkpoint whose files are all as written, or None; same on all ranks.
+        """The newest checkpoint that may be loaded, or None; same on all ranks.
 
-        Ranks read different files. A damaged checkpoint is skipped with a warning that names it.
+        Its files are there as written, as far as can be said before its tensors are read: `load`
+        checks those. A damaged checkpoint is skipped with a warning that names it, also one that
+        `load` has found to be damaged.
 
         Args:
             where: a checkpoint, a run or a folder of checkpoints; None = this one's.
@@ -268,40 +271,52 @@ class Checkpointer:
         optimizers, on a world of the same size, random number generators are restored too.
 
         Raises:
-            CheckpointError: on all ranks: damaged, or it does not hold what is asked for.
+            DamagedCheckpoint: on all ranks; models and optimizers hold parts of it then. `latest`
+                names an older one now.
+            CheckpointError: on all ranks: it does not hold what is asked for.
         """
-        damage = None if path in self._verified else self._find_damage(path)
+        damage = None if path in self._looked_at else self._find_damage(path)
         if damage is not None:
-            raise CheckpointError(damage)
-        for module in models.values():
-            reshard(module)
-        reader = SafeReader(path / files.TENSORS)
-        metadata = reader.read_metadata()
-        train_state = read_train_state(path)
-        rng: dict[str, Tensor] = {}
-        if optimizers and train_state["world_size"] == self._mesh.dims.world_size:
-            rng = tensors.rng_tensors(self._mesh.rank)
-            rng = {name: t for name, t in rng.items() if name in metadata.state_dict_metadata}
-        try:
-            table = {**tensors.model_tensors(models), **rng}
-            tensors.check_names(table, metadata)
-            tensors.check_groups(models, optimizers, train_state["optimizers"])
-            table |= tensors.optimizer_targets(models, optimizers, metadata)
-            load(table, storage_reader=reader, process_group=self._mesh.host_group)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from error
-        except CheckpointException as error:
-            raise CheckpointError(f"{path}: {causes(error)}") from error
-        if rng:
-            tensors.restore_rng(self._mesh.rank, rng)
+            raise DamagedCheckpoint(damage)
+        train_state = self._on_rank_0(lambda: read_train_state(path))
+        rank, world_size = self._mesh.rank, self._mesh.dims.world_size
+
+        def read() -> str | None:
+            try:
+                read_checkpoint(
+                    path, models, optimizers, train_state, rank=rank, world_size=world_size
+                )
+            except DamagedCheckpoint as damage:
+                return str(damage)
+            return None
+
+        group, kind = self._mesh.host_group, CheckpointError
+        found = together(read, group, kind, expected=kind, name_ranks=False)
+        damage = next((text for text in found if text is not None), None)
+        if damage is not None:
+            self._damaged[path] = damage
+            raise DamagedCheckpoint(damage)
         self._saved_step = train_state["step"]
         logger.info("loaded checkpoint %s of step %d", path, train_state["step"])
         return train_state["state"]
 
+    def load_newest(self, where: Path, models: Mapping[str, nn.Module]) -> Path:
+        """Load models from the newest checkpoint that `where` means, and that is not damaged."""
+        while True:
+            path = self.latest(where)
+            assert path is not None
+            try:
+                self.load(path, models, {})
+            except DamagedCheckpoint:  # `latest` knows it now
+                continue
+            return path
+
     def _find_damage(self, path: Path, check: Check = accept) -> str | None:
-        """The first damage that any rank finds in its share of the files."""
+        """The first damage that any rank finds in its share of the files, or found in loading."""
+        if path in self._damaged:
+            return self._damaged[path]
         size = self._mesh.dims.world_size
-        mine = find_damage(path, share=self._mesh.rank, num_shares=size)
+        mine = find_damage(path, share=self._mesh.rank, num_shares=size, before_load=True)
         if mine is None and self._mesh.rank == 0:
             try:
                 train_state = read_train_state(path)
@@ -311,7 +326,7 @@ class Checkpointer:
         found = gather(mine, self._mesh.host_group)
         damage = next((text for text in found if text is not None), None)
         if damage is None:
-            self._verified.add(path)
+            self._looked_at.add(path)
         return damage
 
     def _on_rank_0(self, look: Callable[[], Any]) -> Any:

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sharding.checkpoint.blocks import fits
 from sharding.checkpoint.files import (
+    CHECKSUMS,
     MANIFEST,
     TENSORS,
     TRAIN_STATE,
@@ -26,25 +28,55 @@ from sharding.checkpoint.files import (
 from sharding.checkpoint.storage import INDEX, SafeReader
 
 
-def find_damage(folder: Path, *, share: int = 0, num_shares: int = 1) -> str | None:
+def find_damage(
+    folder: Path, *, share: int = 0, num_shares: int = 1, before_load: bool = False
+) -> str | None:
     """What is wrong with a checkpoint, or None.
 
     Reads every `num_shares`-th file in full, so that ranks can divide the work; share 0 compares
     the parts with each other besides.
+
+    before_load: of files with `block_checksums` nothing but the size, since their content is
+    checked as it is loaded.
     """
     try:
         manifest = read_manifest(folder)
         files = manifest["files"]
+        later = block_checksums(folder) if before_load else {}
         if step_of(folder) not in (None, manifest["step"]):
             return f"{folder}: holds step {manifest['step']}, a copy under another step's name"
         for name, record in sorted(files.items())[share::num_shares]:
-            _compare(folder / name, record)
+            if name.removeprefix(f"{TENSORS}/") in later:
+                _compare_size(folder / name, record.num_bytes)
+            else:
+                _compare(folder / name, record)
         if share == 0:
             _check_index(folder, files)
             read_train_state(folder)
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def block_checksums(folder: Path) -> dict[str, str]:
+    """Checksums of blocks (blocks.py) by the name of a file of tensors; {} in older checkpoints.
+
+    Raises:
+        CheckpointError: they are not what a save wrote.
+    """
+    files = read_manifest(folder)["files"]
+    if CHECKSUMS not in files:
+        return {}
+    found = read_json(folder / CHECKSUMS)
+    for name, checksums in found.items() if isinstance(found, dict) else [("", None)]:
+        record = files.get(f"{TENSORS}/{name}")
+        if (
+            record is None
+            or not isinstance(checksums, str)
+            or not fits(checksums, record.num_bytes)
+        ):
+            raise CheckpointError(f"{folder / CHECKSUMS}: not as it was written")
+    return found
 
 
 def read_train_state(folder: Path) -> dict[str, Any]:
@@ -80,14 +112,23 @@ def binding(train_state: Mapping[str, Any], files: Mapping[str, FileRecord]) -> 
 
 def _compare(path: Path, record: FileRecord) -> None:
     """Raise CheckpointError where a file is not as recorded."""
+    _compare_size(path, record.num_bytes)
     try:
         found = record_file(path)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    if found.num_bytes != record.num_bytes:
-        raise CheckpointError(f"{path}: {found.num_bytes} bytes instead of {record.num_bytes}")
     if found != record:
         raise CheckpointError(f"{path}: wrong checksum")
+
+
+def _compare_size(path: Path, num_bytes: int) -> None:
+    """Raise CheckpointError where there is no file of that size."""
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    if found != num_bytes:
+        raise CheckpointError(f"{path}: {found} bytes instead of {num_bytes}")
 
 
 def _check_index(folder: Path, files: Mapping[str, FileRecord]) -> None:

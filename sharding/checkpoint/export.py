@@ -7,7 +7,6 @@ Must not know process groups.
 import json
 import logging
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -17,13 +16,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from sharding.checkpoint.files import TENSORS, CheckpointError, put_in_place, sync_tree
 from sharding.checkpoint.folder import find_checkpoint
-from sharding.checkpoint.storage import SafeReader, causes
+from sharding.checkpoint.storage import SafeReader, read_tensors
 from sharding.names import layer_of, tied_names
 
 logger = logging.getLogger(__name__)
@@ -103,12 +100,10 @@ class _Source:
             self._prefix + name: torch.empty(self.shapes[name], dtype=self.dtypes[name])
             for name in names
         }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as wanted
-            try:
-                load(table, storage_reader=self._reader, no_dist=True)
-            except CheckpointException as error:
-                raise CheckpointError(f"{self._folder}: {causes(error)}") from error
+        try:
+            read_tensors(table, self._reader)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._folder}: {error}") from error
         return {key.removeprefix(self._prefix): tensor for key, tensor in table.items()}
 
 

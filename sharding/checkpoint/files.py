@@ -6,6 +6,7 @@ files hold, which checkpoints there are, nor which ranks exist.
     step_00000012/          written as step_00000012.tmp and renamed when everything is durable
         manifest.json       bytes and CRC-32 of every other file; step, place in the order, metric
         train_state.json    what is not a tensor
+        checksums.json      CRC-32 of every MiB of the files of tensors
         tensors/            torch distributed checkpoint
         models/NAME/        config.json of each model
         assets/             tokenizer and generation config
@@ -26,6 +27,7 @@ from sharding.progress import PROGRESS
 
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
+CHECKSUMS = "checksums.json"
 TENSORS = "tensors"
 LATEST = "latest"
 REPLACED = ".replaced"
@@ -38,6 +40,10 @@ _LARGEST = 2**53
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read; the message names folder and cause."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """One whose tensors are not as they were written, as reading them has shown."""
 
 
 class FileRecord(NamedTuple):

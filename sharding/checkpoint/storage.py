@@ -7,13 +7,16 @@ a checkpoint consists of.
 import io
 import os
 import pickle
+import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -22,8 +25,12 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.futures import Future
 
-from sharding.checkpoint.files import CheckpointError, FileRecord
+from sharding.checkpoint.blocks import BlockChecksums, CheckedFile
+from sharding.checkpoint.files import CheckpointError, DamagedCheckpoint, FileRecord
 from sharding.progress import PROGRESS
 
 INDEX = ".metadata"
@@ -42,6 +49,7 @@ class _ChecksumStream(io.BufferedIOBase):
         self._raw = raw
         self.num_bytes = 0
         self.crc32 = 0
+        self.blocks = BlockChecksums()
         self.error: OSError | None = None
 
     def writable(self) -> bool:
@@ -54,6 +62,7 @@ class _ChecksumStream(io.BufferedIOBase):
             self.error = error
             raise
         self.crc32 = zlib.crc32(data, self.crc32)
+        self.blocks.add(data)
         self.num_bytes += written
         PROGRESS.tick()
         return written
@@ -77,6 +86,7 @@ class _ChecksumFileSystem(FileSystem):
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
+        self.blocks: dict[str, str] = {}
         self.error: OSError | None = None
 
     @contextmanager
@@ -91,10 +101,12 @@ class _ChecksumFileSystem(FileSystem):
             finally:
                 self.error = stream.error or self.error
         self.records[Path(path).name] = FileRecord(stream.num_bytes, stream.crc32)
+        self.blocks[Path(path).name] = stream.blocks.hex()
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)
-        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+        for table in (self.records, self.blocks):
+            table[Path(new_path).name] = table.pop(Path(path).name)  # pyright: ignore
 
 
 class ChecksumWriter(FileSystemWriter):
@@ -110,17 +122,27 @@ class ChecksumWriter(FileSystemWriter):
         return self.fs.records
 
     @property
+    def blocks(self) -> dict[str, str]:
+        """Checksums of blocks (blocks.py) by the name of a file with tensors."""
+        return {name: blocks for name, blocks in self.fs.blocks.items() if name != INDEX}
+
+    @property
     def error(self) -> OSError | None:
         """The operating system's reason why this rank could not write (torch hides it)."""
         return self.fs.error
 
 
 class SafeReader(FileSystemReader):
-    """DCP's file reader, except that its metadata may name no class but DCP's own."""
+    """DCP's file reader, except that its metadata may name no class but DCP's own.
 
-    def __init__(self, folder: Path):
+    What is read is checked on the way, and once.
+    """
+
+    def __init__(self, folder: Path, blocks: Mapping[str, str] | None = None):
+        """blocks: checksums of blocks, by file name; of other files nothing is checked."""
         super().__init__(folder)
         self._index: Metadata | None = None
+        self._checked = {name: CheckedFile(checksums) for name, checksums in (blocks or {}).items()}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index of the tensors, read once.
@@ -141,6 +163,25 @@ class SafeReader(FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         self._index = metadata
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Each file from its beginning to its end."""
+
+        def place(item: ReadItem) -> tuple[str, int]:
+            info = self.storage_data[item.storage_index]
+            return info.relative_path, info.offset
+
+        return super().read_data(replace(plan, items=sorted(plan.items, key=place)), planner)
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        PROGRESS.tick()
+        checked = self._checked.get(sinfo.relative_path)
+        if checked is None:
+            return super()._slice_file(file, sinfo)
+        try:
+            return io.BytesIO(checked.read(file, sinfo.offset, sinfo.length))
+        except CheckpointError as error:
+            raise CheckpointError(f"{Path(self.path) / sinfo.relative_path}: {error}") from error
 
     def files_of_tensors(self) -> set[str]:
         """Names of the files, beside the index, that the tensors lie in. Raises CheckpointError."""
@@ -184,6 +225,24 @@ _NAMES = {
     ("pathlib", "PurePosixPath"),
     ("pathlib", "WindowsPath"),
 }
+
+
+def read_tensors(table: dict[str, Tensor], reader: SafeReader) -> None:
+    """Fill the (sharded) tensors by name; each rank for itself, without any collective.
+
+    Raises:
+        DamagedCheckpoint: what is read is not as it was written, or cannot be read.
+        CheckpointError: it does not fit.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as wanted
+        try:
+            load(table, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:
+            [(reason, _)] = error.failures.values()  # there is no other rank
+            damaged = isinstance(reason, CheckpointError | OSError)
+            kind = DamagedCheckpoint if damaged else CheckpointError
+            raise kind(str(reason) or repr(reason)) from error
 
 
 def causes(error: CheckpointException) -> str:

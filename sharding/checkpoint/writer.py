@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,15 @@ class Job:
     metric: float | None
 
 
+class _Written(NamedTuple):
+    """What is known of all ranks' files of tensors."""
+
+    records: dict[str, FileRecord]
+    """by path inside the checkpoint"""
+    blocks: dict[str, str]
+    """checksums of blocks by file name"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWriter:
     """Writes jobs into one folder; see Checkpointer for the options."""
@@ -69,8 +79,8 @@ class CheckpointWriter:
         num_bytes = self._total_bytes(job)
         try:
             self._on_rank_0(lambda: self._prepare(beside, num_bytes))
-            records = self._write_tensors(beside, job)
-            self._on_rank_0(lambda: self._commit(beside, job, records))
+            written = self._write_tensors(beside, job)
+            self._on_rank_0(lambda: self._commit(beside, job, written))
         except CheckpointError as error:
             if self.mesh.rank == 0:
                 shutil.rmtree(beside, ignore_errors=True)
@@ -100,24 +110,28 @@ class CheckpointWriter:
             )
         (beside / files.TENSORS).mkdir(parents=True)
 
-    def _write_tensors(self, beside: Path, job: Job) -> dict[str, FileRecord]:
-        """All ranks' tensor files; their records by path inside the checkpoint."""
+    def _write_tensors(self, beside: Path, job: Job) -> "_Written":
+        """All ranks' tensor files."""
         writer = ChecksumWriter(beside / files.TENSORS)
         try:
             save(job.table, storage_writer=writer, process_group=self.group)
         except CheckpointException as error:  # raised on all ranks when any fails
             raise_everywhere(writer.error, self.group, CheckpointError)
             raise CheckpointError(causes(error)) from error
-        return {
-            f"{files.TENSORS}/{name}": record
-            for records in gather(writer.records, self.group)
-            for name, record in records.items()
-        }
+        written = _Written({}, {})
+        for records, blocks in gather((writer.records, writer.blocks), self.group):
+            written.records.update({f"{files.TENSORS}/{name}": r for name, r in records.items()})
+            written.blocks.update(blocks)
+        return written
 
-    def _commit(self, beside: Path, job: Job, records: dict[str, FileRecord]) -> None:
+    def _commit(self, beside: Path, job: Job, written: "_Written") -> None:
         """Rank 0, when all tensors are durable: the rest of the files, then the names."""
-        train_state = bound_train_state(json.loads(job.train_state), records)
-        for name, content in {**job.documents, files.TRAIN_STATE: train_state}.items():
+        records = written.records
+        documents = job.documents | {
+            files.TRAIN_STATE: bound_train_state(json.loads(job.train_state), records),
+            files.CHECKSUMS: json.dumps(written.blocks).encode(),
+        }
+        for name, content in documents.items():
             (beside / name).parent.mkdir(parents=True, exist_ok=True)
             records[name] = files.write_durably(beside / name, content)
         for model in self.hf_models:

@@ -10,7 +10,9 @@ import torch
 
 from ppo.config import ConfigError, load_config, to_yaml
 from ppo.kl import FixedKLController
-from ppo.state import TrainState, find_start, state_problem
+from ppo.models.learner import Learner
+from ppo.models.roles import Models
+from ppo.state import TrainState, find_start, load_models, state_problem
 from sharding.checkpoint import Checkpointer
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
 
@@ -57,6 +59,47 @@ def start_of(run: Path, *overrides: str, is_restart: bool = False) -> tuple[Path
     owner = cast(Any, SimpleNamespace(is_restart=is_restart))
     with Checkpointer(run / "checkpoints", mesh) as checkpoints:
         return find_start(config, owner, checkpoints, state), state.step
+
+
+def test_a_start_whose_checkpoint_is_found_damaged_in_loading_goes_on_from_the_one_before(
+    tmp_path: Path, caplog
+) -> None:
+    options = (f"trainer.default_local_dir={tmp_path}", "algorithm.adv_estimator=grpo")
+    config = load_config(None, [*REQUIRED, *options])
+    with init_distributed(torch.device("cpu")):
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), torch.device("cpu"))
+        module = torch.nn.Linear(2, 2)
+        actor = Learner(
+            name="actor",
+            module=module,
+            device=mesh.device,
+            optimizer=torch.optim.AdamW(module.parameters()),
+            optim=config.actor.optim,
+            grad_clip=1.0,
+            total_steps=9,
+        )
+        models = Models(actor, None, None)
+        optimizers = models.optimizers(["actor"])
+        folder = tmp_path / "checkpoints"
+        with Checkpointer(folder, mesh, async_save=False, max_to_keep=3) as checkpoints:
+            for step in (1, 2, 3):
+                torch.nn.init.constant_(module.weight, step)
+                state = {**STATE, "step": step, "sampler": None, "config": to_yaml(config)}
+                checkpoints.save(step, models.modules(), optimizers, state)
+        for step in (2, 3):
+            file = folder / f"step_{step:08d}" / "tensors" / "__0_0.distcp"
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+        state = TrainState(cast(Any, None), FixedKLController(0.1))
+        run = cast(Any, SimpleNamespace(is_restart=False))
+        with Checkpointer(folder, mesh) as checkpoints:
+            start = find_start(config, run, checkpoints, state)
+            assert start is not None and state.step == 3
+            found = load_models(config, run, checkpoints, models, state, start)
+            assert found.name == "step_00000001" and state.step == 1
+            assert module.weight.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+            assert "step_00000003 skipped" in caplog.text and "step_00000002 sk" in caplog.text
 
 
 def test_a_start_goes_on_from_the_newest_state_that_makes_sense(tmp_path: Path, caplog) -> None:

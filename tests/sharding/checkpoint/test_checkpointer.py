@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sharding.checkpoint import Checkpointer, CheckpointError
+from sharding.checkpoint import Checkpointer, CheckpointError, DamagedCheckpoint
 from sharding.checkpoint import writer as checkpoint_writer
 from sharding.checkpoint.files import read_manifest
 from sharding.checkpoint.folder import list_checkpoints
@@ -112,9 +112,9 @@ def _truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
-def _flip(path: Path) -> None:
+def _flip(path: Path, where: int | None = None) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) // 2 if where is None else where] ^= 1
     path.write_bytes(content)
 
 
@@ -222,12 +222,23 @@ def _pruning_and_damage(
     handler = logging.Handler()
     handler.emit = records.append  # pyright: ignore
     logging.getLogger("sharding.checkpoint").addHandler(handler)
-    for how in (_truncate, _flip, Path.unlink):
-        victim = newest / "tensors" / "__3_0.distcp"
+    victim = newest / "tensors" / "__3_0.distcp"
+    for how in (_truncate, Path.unlink):
         _damage(rank, victim, lambda path: shutil.copy(path, "/".join([str(path.parent), "copy"])))
         _damage(rank, victim, how)
         assert checkpointer.latest() == checkpointer.folder / "step_00000005"
         _damage(rank, victim, lambda path: path.with_name("copy").rename(path))
+    _damage(rank, newest / "checksums.json", _flip)
+    assert checkpointer.latest() == checkpointer.folder / "step_00000005"
+    _damage(rank, newest / "checksums.json", _flip)
+    # the content of tensors is checked by whoever reads it: here one rank, and all hear of it
+    _damage(rank, victim, _flip)
+    again = Checkpointer(checkpointer.folder, checkpointer._mesh, async_save=False)
+    assert again.latest() == newest
+    with pytest.raises(DamagedCheckpoint, match=r"__3_0\.distcp: wrong checksum in MiB 0"):
+        again.load(newest, {"actor": _learner(checkpointer._mesh)[0]}, {})
+    assert again.latest() == checkpointer.folder / "step_00000005"
+    _damage(rank, victim, _flip)
     _damage(rank, newest / "manifest.json", lambda path: path.unlink())
     assert checkpointer.latest() == checkpointer.folder / "step_00000005"
     if rank == 0:
@@ -235,7 +246,7 @@ def _pruning_and_damage(
         assert all(text.startswith("checkpoint step_00000006 skipped") for text in texts)
         for text, cause in zip(
             texts,
-            ("bytes instead of", "wrong checksum", "No such file", "not a complete"),
+            ("bytes instead", "No such file", "checksums.json", "MiB 0", "not a complete"),
             strict=True,
         ):
             assert cause in text
@@ -318,6 +329,36 @@ def test_an_index_that_would_run_code_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match="does not belong into an index"):
             checkpointer.load(path, {"actor": model}, {})
     assert not (tmp_path / "harmed").exists()
+
+
+def test_a_resume_reads_every_byte_once_and_one_of_another_shape_is_no_damage(tmp_path):
+    with init_distributed(CPU):
+        module = nn.Linear(1024, 1024)
+        optimizer = torch.optim.AdamW(module.parameters())
+        module(torch.ones(1024)).sum().backward()
+        optimizer.step()
+        saver = Checkpointer(tmp_path, _mesh(1), async_save=False)
+        for step in (1, 2):
+            saver.save(step, {"actor": module}, {"actor": optimizer}, {})
+        checkpointer = Checkpointer(tmp_path, _mesh(1))
+        before = _bytes_read()
+        path = checkpointer.latest()
+        assert path is not None
+        checkpointer.load(path, {"actor": module}, {"actor": optimizer})
+        num_bytes = sum(file.num_bytes for file in read_manifest(path)["files"].values())
+        assert num_bytes <= _bytes_read() - before < 1.05 * num_bytes
+        other = nn.Linear(1024, 1000)
+        with pytest.raises(CheckpointError, match=r"[Ss]ize mismatch") as error:
+            checkpointer.load(path, {"actor": other}, {})
+        assert error.type is CheckpointError
+        assert checkpointer.latest() == path
+        _flip(path / "tensors" / "__0_0.distcp", 5000)  # in the weights, which come first
+        assert checkpointer.load_newest(tmp_path, {"actor": module}).name == "step_00000001"
+
+
+def _bytes_read() -> int:
+    """Of this process, from files and from what is cached of them."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def test_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path):
