@@ -94,10 +94,12 @@ def fail_or_hang(rank: int, world_size: int, folder: str, fault: str) -> None:
     parts: dict[str, Any] = {
         "actor": SimpleNamespace(on_device=nullcontext),
         "engine": Meeting(mesh),
+        "tokenizer": None,
+        "stop_token_ids": (),
     }
     with Run(config, mesh, command=[]) as run:
         run.begin(step=7)
-        collector = Collector(config=config, run=run, stop_token_ids=(), **parts)
+        collector = Collector(config=config, run=run, **parts)
         with PROGRESS.during("gen"), collector.awake(Metrics()):
             for _ in range(2):
                 PROGRESS.arrive()
