@@ -3,6 +3,7 @@
 import logging
 import resource
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,7 +128,12 @@ def perf_metrics(
         if learner is not None:
             perf |= utilisation(
                 learner.name,
-                batch_flops(_model_size(learner), batch.all.lengths.tolist(), epochs=epochs),
+                batch_flops(
+                    model_size(learner.module),
+                    batch.all.lengths.tolist(),
+                    num_scored=int(batch.all.response_lengths.sum()),
+                    epochs=epochs,
+                ),
                 seconds=values.get(f"timing_s/update_{learner.name}", 0.0),
                 num_devices=world_size,
                 device_name=device_name,
@@ -135,11 +141,26 @@ def perf_metrics(
     return perf
 
 
-def _model_size(learner: Learner) -> ModelSize:
-    shape = AttentionShape.of(learner.hf_config)
+def model_size(module: Any) -> ModelSize:
+    """What a token of a transformers model costs: an embedding's rows are looked up, not multiplied
+    with, and of experts a token visits a few."""
+    config = module.config.get_text_config()
+    shape, used = AttentionShape.of(config), _share_of_experts(config)
+    table, output = module.get_input_embeddings().weight, module.get_output_embeddings()
+    head = None if output is None else output.weight  # a value model has none
     return ModelSize(
-        num_params=sum(p.numel() for p in learner.module.parameters()),
+        num_params=sum(
+            p.numel() * (used if ".experts." in name else 1)
+            for name, p in module.named_parameters()
+            if p is not table and p is not head
+        ),
+        head_params=0 if head is None else head.numel(),
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
         head_dim=shape.head_dim,
     )
+
+
+def _share_of_experts(config: Any) -> float:
+    number = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    return config.num_experts_per_tok / number if number else 1.0

@@ -78,6 +78,13 @@ class ParallelDims:
             return "FULL_SHARD"
         return "NO_SHARD" if self.shard_size == 1 else "HYBRID_SHARD"
 
+    @property
+    def num_communicators(self) -> int:
+        """Device groups of more than one rank that a rank is in: shards, replicas, sp, a generation
+        replica, and two of the reshard where a shard group spans nodes."""
+        axes = (self.shard_size, self.dp_replicate, self.sp, self.rollout_tp)
+        return sum(size > 1 for size in axes) + 2 * (self.shard_size > self.ranks_per_node)
+
     def summary(self) -> str:
         """Both meshes in a line."""
         return (

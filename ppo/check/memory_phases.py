@@ -25,10 +25,12 @@ from ppo.model_shapes import CONTEXT_MARGIN, ModelShape, sglang_memory
 from sharding.dims import ParallelDims
 
 GIB = 1 << 30
-# Assumed, bytes: CUDA context, NCCL and cuBLAS workspaces of a trainer, and of an engine process
-# (with CUDA graphs). Replace them by what nvidia-smi shows on the machine at hand.
-TRAINER_CONTEXT = 2.0 * GIB
+# Assumed, bytes: CUDA context and cuBLAS workspaces of a trainer, and of an engine process (with
+# CUDA graphs); buffers of an NCCL communicator, which it keeps while nothing is sent. Replace them
+# by what nvidia-smi shows on the machine at hand.
+TRAINER_CONTEXT = 1.6 * GIB
 ENGINE_CONTEXT = 3.0 * GIB
+COMMUNICATOR = 0.4 * GIB
 HEADROOM = 0.06
 """Share of a device that no plan may count on: a card of 80 GB gives out about 79.4 GiB, torch's
 allocator loses some per cent to fragments, and NCCL takes buffers as its communicators come up."""
@@ -189,6 +191,8 @@ def _resident(plan: Plan, *, with_params: str = "", with_optimizer: str = "") ->
         yield Item("trainer's CUDA context and workspaces (assumed)", TRAINER_CONTEXT)
         if plan.engine.own_processes:
             yield Item("engine's CUDA context and graphs (assumed)", ENGINE_CONTEXT)
+        number = plan.dims.num_communicators
+        yield Item(f"NCCL communicators, {number} (assumed)", number * COMMUNICATOR)
     for model in plan.models(trained=True):
         fsdp = model.fsdp
         if fsdp.offload_policy and plan.cuda:

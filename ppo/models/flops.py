@@ -27,14 +27,17 @@ PEAK_TFLOPS = {
 class ModelSize:
     """What the cost of a token depends on."""
 
-    num_params: int  # that a token is multiplied with; of a mixture of experts, the active ones
+    num_params: float
+    """that every token is multiplied with; of experts, as many as a token visits"""
+    head_params: int = 0
+    """of the output head, which only scored tokens meet"""
     num_layers: int
     num_heads: int
     head_dim: int
 
 
 def flops_per_token(size: ModelSize, seq_len: float) -> float:
-    """FLOPs of one token of a sequence of `seq_len` tokens, forward and backward.
+    """FLOPs of one token of a sequence of `seq_len` tokens, forward and backward, but for the head.
 
     6 N, and for causal attention 12 L d_h n_h s / 2 (arXiv 2204.02311, appendix B, halved for the
     mask).
@@ -43,9 +46,15 @@ def flops_per_token(size: ModelSize, seq_len: float) -> float:
     return 6 * size.num_params + attention
 
 
-def batch_flops(size: ModelSize, lengths: Iterable[int], *, epochs: int = 1) -> float:
-    """FLOPs of all tokens of sequences of the given lengths, without padding."""
-    return epochs * sum(n * flops_per_token(size, n) for n in lengths)
+def batch_flops(
+    size: ModelSize, lengths: Iterable[int], *, num_scored: int, epochs: int = 1
+) -> float:
+    """FLOPs of all tokens of sequences of the given lengths, without padding.
+
+    num_scored: tokens with a log-prob: those of responses.
+    """
+    layers = sum(n * flops_per_token(size, n) for n in lengths)
+    return epochs * (layers + 6 * size.head_params * num_scored)
 
 
 def peak_tflops(device_name: str) -> float | None:

@@ -5,6 +5,7 @@ import logging
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,10 @@ def test_flops_by_hand() -> None:
     # attention: 12 * 2 layers * 8 * 4 heads * 10 tokens / 2 = 3840
     assert flops_per_token(SIZE, 10) == 6000 + 3840
     # lengths 1 and 3: 4 tokens * 6000 + 384 * (1 + 9)
-    assert batch_flops(SIZE, [1, 3], epochs=2) == 2 * (24000 + 3840)
+    assert batch_flops(SIZE, [1, 3], num_scored=3, epochs=2) == 2 * (24000 + 3840)
+    # the head of 500 parameters for 3 scored tokens
+    with_head = replace(SIZE, head_params=500)
+    assert batch_flops(with_head, [1, 3], num_scored=3) == 24000 + 3840 + 9000
 
 
 @pytest.mark.parametrize(

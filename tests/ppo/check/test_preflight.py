@@ -35,6 +35,10 @@ PUBLISHED = {
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-14B": 14_768_307_200,
     "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": 46_702_792_704,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
@@ -266,6 +270,13 @@ def test_the_host_holds_a_copy_of_what_is_saved_asynchronously_once_a_shard():
         "actor.fsdp.optimizer_offload=true", "actor.fsdp.param_offload=true"
     )
     assert not copies("trainer.async_save=false") and not copies("trainer.save_freq=-1")
+
+
+def test_communicators_of_nccl_are_counted_and_said_to_be_assumed():
+    one, two = plan(), plan("actor.ulysses_sequence_parallel_size=2", nodes=2)
+    name = "NCCL communicators"
+    assert item(two, "train actor", name) == 3 * item(one, "train actor", name)  # shard, dp, sp
+    assert any(i.name == f"{name}, 1 (assumed)" for phase in phases(one) for i in phase.items)
 
 
 def test_hybrid_sharding_holds_a_nodes_share():
