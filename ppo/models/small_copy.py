@@ -7,6 +7,7 @@ attention, windows and soft caps matter. Must not know what a copy is for, devic
 """
 
 import copy
+import math
 import re
 from typing import Any
 
@@ -77,6 +78,7 @@ def build_small_copy(config: Any, *, trust_remote_code: bool = False) -> Any:
         while divisor <= MAX_DIVISOR:
             small = copy.deepcopy(config)
             _shrink(small, divisor, getattr(text, "max_position_embeddings", None))
+            _fit_towers(small, small.get_text_config(decoder=True))
             small = _one_layer_of_each_kind(small, trust_remote_code)
             size = _num_parameters(small, trust_remote_code)
             if size <= MAX_PARAMETERS:
@@ -126,6 +128,16 @@ def _shrink(config: Any, divisor: int, positions: int | None) -> None:
             setattr(config, key, min(value, experts))
         elif _is_width(key, words):
             setattr(config, key, _divided(value, divisor))
+
+
+def _fit_towers(config: Any, text: Any) -> None:
+    """Fewer heads in parts beside the text model whose width is no multiple of them any more: the
+    divisor is that of the text model's heads."""
+    for inner in (value for value in vars(config).values() if hasattr(value, "to_dict")):
+        _fit_towers(inner, text)
+    width, heads = (getattr(config, key, None) for key in ("hidden_size", "num_attention_heads"))
+    if config is not text and isinstance(width, int) and isinstance(heads, int) and width % heads:
+        config.num_attention_heads = math.gcd(width, heads)
 
 
 def _experts(config: dict[str, Any]) -> int:

@@ -155,6 +155,16 @@ def test_a_copy_is_small_the_same_each_time_and_leaves_random_numbers_alone():
     assert (config.num_hidden_layers, config.hidden_size) == (94, 4096)
 
 
+def test_a_tower_beside_the_text_model_keeps_heads_that_divide_its_width():
+    vision = {"num_hidden_layers": 1, "hidden_size": 1200, "num_attention_heads": 16}
+    config = AutoConfig.for_model(
+        "phi4_multimodal", num_hidden_layers=2, vision_config=vision, audio_config={"num_blocks": 1}
+    )
+    small = build_small_copy(config).config
+    assert (small.vision_config.hidden_size, small.vision_config.num_attention_heads) == (150, 2)
+    assert (small.hidden_size, small.num_attention_heads) == (384, 32)
+
+
 def test_families_whose_logits_or_windows_were_ignored_score_as_transformers_does(tmp_path):
     documents = random_documents([5, 1, 17, 9])
     with init_distributed(CPU):
