@@ -9,15 +9,17 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from sharding.agree import gather, raise_everywhere, together
@@ -50,6 +52,18 @@ class Job:
     metric: float | None
 
 
+class _Planner(DefaultSavePlanner):
+    """Torch's, which sends to rank 0 and back what is to be written, only if that has changed.
+
+    All of it would be an entry for each tensor and rank. Torch keeps plans by the name of the
+    class, though, for everything that a process saves.
+    """
+
+    def __init__(self, key: str):
+        super().__init__(enable_plan_caching=True)
+        self._cached_plans_key = key
+
+
 class _Written(NamedTuple):
     """What is known of all ranks' files of tensors."""
 
@@ -71,6 +85,8 @@ class CheckpointWriter:
     keep_best: str | None
     """name of the metric"""
     hf_models: tuple[str, ...]
+    key: str = field(default_factory=lambda: uuid4().hex)
+    """of its own plans among those of this process"""
 
     def write(self, job: Job) -> None:
         """Write beside, agree, rename. Raises CheckpointError on all ranks or on none."""
@@ -114,7 +130,12 @@ class CheckpointWriter:
         """All ranks' tensor files."""
         writer = ChecksumWriter(beside / files.TENSORS)
         try:
-            save(job.table, storage_writer=writer, process_group=self.group)
+            save(
+                job.table,
+                storage_writer=writer,
+                planner=_Planner(self.key),
+                process_group=self.group,
+            )
         except CheckpointException as error:  # raised on all ranks when any fails
             raise_everywhere(writer.error, self.group, CheckpointError)
             raise CheckpointError(causes(error)) from error

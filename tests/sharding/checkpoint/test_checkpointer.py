@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from sharding.checkpoint import Checkpointer, CheckpointError, DamagedCheckpoint
@@ -354,6 +356,40 @@ def test_a_resume_reads_every_byte_once_and_one_of_another_shape_is_no_damage(tm
         assert checkpointer.latest() == path
         _flip(path / "tensors" / "__0_0.distcp", 5000)  # in the weights, which come first
         assert checkpointer.load_newest(tmp_path, {"actor": module}).name == "step_00000001"
+
+
+def test_a_plan_that_has_not_changed_is_not_sent_again_and_each_folder_has_its_own(
+    tmp_path, monkeypatch
+):
+    sent, make = [], DefaultSavePlanner.create_local_plan
+
+    def noting(planner: DefaultSavePlanner) -> SavePlan:
+        plan = make(planner)
+        sent.append(len(plan.items))
+        return plan
+
+    monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", noting)
+    with init_distributed(CPU):
+        modules = [nn.Linear(3, 2), nn.Linear(5, 4), nn.Linear(5, 4, bias=False)]
+        mesh = _mesh(1)
+        one, other = (
+            Checkpointer(tmp_path / name, mesh, async_save=False) for name in ("one", "other")
+        )
+        for step, number in enumerate((0, 1, 0, 1, 1, 2, 2), 1):
+            nn.init.constant_(modules[number].weight, step)
+            checkpointer = one if number == 0 else other
+            checkpointer.save(step, {"actor": modules[number]}, {}, {})
+        # weight, bias and a random generator's state
+        assert sent == [3, 3, 0, 0, 0, 2, 0]
+        for checkpointer, number, step in ((one, 0, 3), (other, 2, 7)):
+            module = modules[number]
+            nn.init.zeros_(module.weight)
+            path = checkpointer.load_newest(checkpointer.folder, {"actor": module})
+            assert path.name == f"step_{step:08d}"
+            assert torch.equal(module.weight, torch.full_like(module.weight, step))
+        older = other.folder / "step_00000006"
+        other.load(older, {"actor": modules[2]}, {})
+        assert modules[2].weight[0, 0] == 6
 
 
 def _bytes_read() -> int:
