@@ -51,7 +51,7 @@ def test_of_experts_a_token_visits_a_few():
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, vocab_size=32,
     )  # fmt: skip
-    # heads of 8: q and o 16 x 16; k and v 16 x 8; their norms 8 + 8; router 4 x 16; three norms of 16
+    # heads of 8: q, o 16 x 16; k, v 16 x 8; their norms 8 + 8; router 4 x 16; three norms of 16
     others = 2 * 256 + 2 * 128 + 16 + 64 + 3 * 16
     assert model_size(AutoModelForCausalLM.from_config(config)).num_params == (
         others + 2 * (3 * 16 * 8)
