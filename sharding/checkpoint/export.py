@@ -18,7 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from sharding.checkpoint.files import TENSORS, CheckpointError, put_in_place, sync_tree
+from sharding.checkpoint.damage import block_checksums
+from sharding.checkpoint.files import (
+    MANIFEST,
+    TENSORS,
+    CheckpointError,
+    DamagedCheckpoint,
+    put_in_place,
+    sync_tree,
+)
 from sharding.checkpoint.folder import find_checkpoint
 from sharding.checkpoint.storage import SafeReader, read_tensors
 from sharding.names import layer_of, tied_names
@@ -46,15 +54,24 @@ def export_hf(
     Raises:
         CheckpointError: no such checkpoint or model, or `out` exists and is not empty.
     """
-    checkpoint = find_checkpoint(checkpoint)
     if out.exists() and any(out.iterdir()):
         raise CheckpointError(f"{out}: exists and is not empty")
     beside = out.with_name(out.name + ".tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    write_hf(checkpoint, beside, model=model, dtype=dtype)
+    damaged: list[Path] = []
+    while True:
+        found = find_checkpoint(checkpoint, before_load=True, skip=damaged)
+        shutil.rmtree(beside, ignore_errors=True)
+        try:
+            write_hf(found, beside, model=model, dtype=dtype)
+            break
+        except DamagedCheckpoint as damage:
+            if found == checkpoint:
+                raise
+            logger.warning("skipped: %s", damage)
+            damaged.append(found)
     sync_tree(beside)
     put_in_place(beside, out)
-    logger.info("exported %s of %s to %s", model, checkpoint, out)
+    logger.info("exported %s of %s to %s", model, found, out)
     return out
 
 
@@ -79,7 +96,9 @@ class _Source:
     def __init__(self, checkpoint: Path, model: str, dtype: torch.dtype | None) -> None:
         """dtype: of what is floating; None = as saved."""
         self._folder, self._prefix = checkpoint / TENSORS, f"model.{model}."
-        self._reader = SafeReader(self._folder)
+        # one that is still being written has no manifest yet
+        is_whole = (checkpoint / MANIFEST).is_file()
+        self._reader = SafeReader(self._folder, block_checksums(checkpoint) if is_whole else {})
         self.shapes: dict[str, torch.Size] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         for key, entry in self._reader.read_metadata().state_dict_metadata.items():
@@ -103,7 +122,7 @@ class _Source:
         try:
             read_tensors(table, self._reader)
         except CheckpointError as error:
-            raise CheckpointError(f"{self._folder}: {error}") from error
+            raise type(error)(f"{self._folder}: {error}") from error
         return {key.removeprefix(self._prefix): tensor for key, tensor in table.items()}
 
 

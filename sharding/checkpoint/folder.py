@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from sharding.checkpoint.damage import find_damage
@@ -50,8 +50,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(_entries(folder), key=place, reverse=True)
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Path, *, before_load: bool = False, skip: Collection[Path] = ()) -> Path:
     """The checkpoint meant by a path: itself, or the newest undamaged one of a run's folder.
+
+    Args:
+        before_load: the content of tensors is checked by whoever loads them.
+        skip: checkpoints that are known to be damaged.
 
     Raises:
         CheckpointError: there is none.
@@ -59,8 +63,8 @@ def find_checkpoint(path: Path) -> Path:
     found = candidates(path)
     if found == [path]:
         return path
-    for candidate in found:
-        damage = find_damage(candidate)
+    for candidate in (candidate for candidate in found if candidate not in skip):
+        damage = find_damage(candidate, before_load=before_load)
         if damage is None:
             return candidate
         logger.warning("skipped: %s", damage)

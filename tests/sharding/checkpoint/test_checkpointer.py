@@ -508,3 +508,14 @@ def test_a_checkpoint_of_what_rests_on_the_host_goes_on_training_on_a_gpu(tmp_pa
             _train(resumed, 2, 2)
         for name, value in _values(first).items():
             torch.testing.assert_close(_values(second)[name], value)
+        with Checkpointer(tmp_path, mesh) as checkpointer:
+            checkpointer.save(4, {"actor": second[0]}, {"actor": second[1]}, {})
+            buffers = checkpointer._staging._buffers
+            assert all(buffer.is_pinned() for buffer in buffers.values())  # in one block of it
+            assert len({buffer.untyped_storage().data_ptr() for buffer in buffers.values()}) < 6
+            saved = _values(second)
+            _train(second, 4, 1)  # the save in flight must not see it
+            path = checkpointer.latest()
+            assert path is not None
+            checkpointer.load(path, {"actor": first[0]}, {"actor": first[1]})
+        _assert_same(_values(first), saved)

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,18 @@ TOKENS = torch.tensor([[1, 5, 9, 2]])
 ONE = ParallelDims(world_size=1, ranks_per_node=1)
 
 
-def _save(folder: Path, models: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
-    """Shard, save as step 1 of a run's folder, and return the outputs of before."""
+def _save(
+    folder: Path, models: dict[str, Any], *, steps: Sequence[int] = (1,), **options: Any
+) -> dict[str, torch.Tensor]:
+    """Shard, save as steps of a run's folder, and return the outputs of before."""
     outputs = {name: _output(model) for name, model in models.items()}
     with init_distributed(torch.device("cpu")):
         mesh = build_mesh(ONE, torch.device("cpu"))
         for model in models.values():
             shard_model(model, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)
         with Checkpointer(folder / "checkpoints", mesh, **options) as checkpointer:
-            checkpointer.save(1, models, {}, {})
+            for step in steps:
+                checkpointer.save(step, models, {}, {})
     return outputs
 
 
@@ -145,6 +149,23 @@ def test_the_command_exports_in_another_dtype_and_reports_errors(tmp_path, monke
         export_command.main()
     assert end.value.code == 1
     assert "not empty" in capsys.readouterr().err
+
+
+def test_what_is_damaged_is_not_exported_and_an_older_checkpoint_is_where_a_run_is_meant(
+    tmp_path, caplog
+):
+    outputs = _save(tmp_path, {"actor": tiny_llama()}, steps=(1, 2))
+    newer = tmp_path / "checkpoints" / "step_00000002"
+    [data] = (newer / "tensors").glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[5000] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CheckpointError, match="wrong checksum in MiB 0"):
+        export_hf(newer, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    out = export_hf(tmp_path, tmp_path / "hf")
+    assert "wrong checksum" in caplog.text
+    assert torch.equal(_output(AutoModelForCausalLM.from_pretrained(out)), outputs["actor"])
 
 
 def test_a_save_can_hold_the_exported_model_too(tmp_path):
