@@ -46,8 +46,8 @@ class Progress:
         self.left_in = None
         self._phases.append(phase)
         self.entered.set()
-        self._step()
         try:
+            self._step()
             yield
         except BaseException:
             self.left_in = self.left_in or self.phase

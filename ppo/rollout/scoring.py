@@ -6,6 +6,7 @@ are scored on their node.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,10 +35,13 @@ from ppo.rollout.reward_data import (
 from ppo.rollout.reward_model import RewardModel, build_reward_model, conversation_ids
 from ppo.run.run import Run
 from sharding.agree import gather, gather_to_first
+from sharding.progress import PROGRESS
 
 logger = logging.getLogger(__name__)
 
 
+GIVEN_UP_S = 15.0
+"""after its time limit, in which a sample that takes longer is given up at the latest"""
 NOT_APPLICABLE = RewardResult(
     None, "error", "no reward function applies to the sample: all returned None"
 )
@@ -178,12 +182,16 @@ class Scorer:
             job = self.pool.submit(
                 [reward_request(p, texts[n]) for p, n in zip(prompts, numbers, strict=True)]
             )
-            problem = None
+            problem, finished, since = None, 0, time.monotonic()
             try:
                 while not job.poll(0.5):
                     if problem := self._too_many(len(job.failures), samples.total):
                         break  # not only when every sample has hung
-                    yield len(job.finished) / len(numbers)
+                    if len(job.finished) > finished:
+                        finished, since = len(job.finished), time.monotonic()
+                    if time.monotonic() - since < self.config.reward.timeout_s + GIVEN_UP_S:
+                        PROGRESS.tick()  # one sample may take that long
+                    yield finished / len(numbers)
             except RewardError as error:
                 problem = str(error)
             return {numbers[index]: result for index, result in job.finished.items()}, problem

@@ -9,7 +9,7 @@ from typing import IO
 
 import torch.distributed as dist
 
-from ppo.config import Config
+from ppo.config import Config, TrainerConfig
 from ppo.run.watchdog import Watchdog
 from sharding.mesh import Mesh
 
@@ -19,8 +19,6 @@ DEVICE_PHASES = (
 """in which ranks wait for each other in NCCL alone"""
 NCCL_SHARE = 0.9
 """of comm_timeout_s, after which it is said who hangs: NCCL ends the process without a word"""
-REWARD_PHASES = ("reward", "testing")
-REWARD_MARGIN_S = 60.0
 
 
 def make_watchdog(
@@ -41,20 +39,13 @@ def make_watchdog(
         world_size=mesh.dims.world_size,
         hang_timeout_s=trainer.hang_timeout_s,
         silence_s=min(trainer.hang_timeout_s or math.inf, trainer.comm_timeout_s / 2),
-        limit_of_phase=limits(config, on_nccl=on_nccl),
+        limit_of_phase=limits(trainer, on_nccl=on_nccl),
         log=log,
         last_words=last_words,
     )
 
 
-def limits(config: Config, *, on_nccl: bool) -> dict[str, float]:
+def limits(trainer: TrainerConfig, *, on_nccl: bool) -> dict[str, float]:
     """Other limits than trainer.hang_timeout_s, in seconds, by phase."""
-    trainer, reward = config.trainer, config.reward
-    found: dict[str, float] = {}
-    if reward.uses_function:  # one sample may take that long, and then it is given up
-        longest = max(trainer.hang_timeout_s, reward.timeout_s + REWARD_MARGIN_S)
-        found |= dict.fromkeys(REWARD_PHASES, longest)
-    if on_nccl:
-        before = min(trainer.hang_timeout_s, NCCL_SHARE * trainer.comm_timeout_s)
-        found |= dict.fromkeys(DEVICE_PHASES, before)
-    return found
+    before = min(trainer.hang_timeout_s, NCCL_SHARE * trainer.comm_timeout_s)
+    return dict.fromkeys(DEVICE_PHASES, before) if on_nccl else {}
