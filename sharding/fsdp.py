@@ -1,4 +1,4 @@
-"""FSDP2 around a transformer: units, precision, prefetch.
+"""FSDP2 around a transformer: units, precision, prefetch, the norm of its gradients.
 
 Owns how a module is cut into FSDP units: the transformer layers, and the root with what is left
 (embedding, final norm, head). Parameter names stay those of the module. Must not know what the
@@ -12,7 +12,8 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from sharding.mesh import Mesh
 
@@ -165,6 +166,20 @@ def _set_backward_prefetch(groups: list[list[nn.Module]], *, enabled: bool) -> N
     for (first, *_), following in zip(order, [*order[1:], order[-1]], strict=True):
         target = following if enabled else [first]
         cast(FSDPModule, first).set_modules_to_backward_prefetch(cast(list[FSDPModule], target))
+
+
+def gradient_norm(module: nn.Module, device: torch.device) -> Tensor:
+    """2-norm of all gradients, [] on the device, the same on every rank. Collective.
+
+    One all-reduce over the shard group, on the device also where gradients are on the host (torch's
+    clip_grad_norm_ would ask for a backend of host tensors there).
+    """
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    squares = nn.utils.get_total_norm(local).to(device, torch.float64).square()
+    if isinstance(first := gradients[0], DTensor):
+        dist.all_reduce(squares, group=first.device_mesh.get_group(mesh_dim=-1))
+    return squares.sqrt().float()
 
 
 def reshard(module: nn.Module) -> None:

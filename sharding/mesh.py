@@ -135,7 +135,9 @@ def build_mesh(dims: ParallelDims, device: torch.device, *, timeout_s: float | N
     timeout = timeout_of(world()) if timeout_s is None else timedelta(seconds=timeout_s)
     with naming_file_limit():
         mesh = _build(dims, device, timeout)
-        dist.barrier(group=mesh.host_group)  # connected now, not in the middle of a step
+        # samples move between any two ranks: connected now, not in the middle of a step
+        each = torch.zeros(dims.world_size)
+        dist.all_to_all_single(torch.empty_like(each), each, group=mesh.host_group)
     return mesh
 
 

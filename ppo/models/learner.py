@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from ppo.config import OptimConfig
 from ppo.models.schedule import lr_factor
+from sharding.fsdp import gradient_norm
 from sharding.offload import offload_module, offload_optimizer, reload_module, reload_optimizer
 
 logger = logging.getLogger(__name__)
@@ -123,20 +122,6 @@ class Learner(Model):
             )
         self.optimizer.zero_grad(set_to_none=True)
         return norm
-
-
-def gradient_norm(module: nn.Module, device: torch.device) -> Tensor:
-    """2-norm of all gradients, [] on the device, the same on every rank. Collective.
-
-    One all-reduce over the shard group, on the device also where gradients are on the host (torch's
-    clip_grad_norm_ would ask for a backend of host tensors there).
-    """
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    squares = nn.utils.get_total_norm(local).to(device, torch.float64).square()
-    if isinstance(first := gradients[0], DTensor):
-        dist.all_reduce(squares, group=first.device_mesh.get_group(mesh_dim=-1))
-    return squares.sqrt().float()
 
 
 def make_optimizer(

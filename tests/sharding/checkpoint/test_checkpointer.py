@@ -66,8 +66,9 @@ def _train(learner: Learner, first_step: int, num_steps: int) -> None:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
+    if isinstance(tensor, DTensor):  # on the device, where ranks talk
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return tensor.detach().clone()
 
 
 def _values(learner: Learner) -> dict[str, Tensor]:
