@@ -21,6 +21,7 @@ from sharding.dims import divisors
 Settings = Mapping[str, Any]
 """values by dotted key"""
 MOST_RANKS = 1024
+SHARD_SIZE = "actor.fsdp.fsdp_size"
 UTILIZATION = "rollout.gpu_memory_utilization"
 
 
@@ -77,7 +78,7 @@ def _ladder(plan: Plan) -> list[Settings]:
 def _larger_groups(plan: Plan) -> Iterator[Settings]:
     """More ranks that share the parameters: bytes over the network instead of bytes held."""
     dims, strategy = plan.dims, plan.config.actor.fsdp.sharding_strategy
-    size, wanted = "actor.fsdp.fsdp_size", "actor.fsdp.sharding_strategy"
+    size, wanted = SHARD_SIZE, "actor.fsdp.sharding_strategy"
     if strategy in (None, "HYBRID_SHARD"):
         for n in divisors(dims.world_size)[:-1]:
             if n > dims.shard_size and n % dims.sp == 0:
@@ -136,7 +137,9 @@ def _that_fits(plan: Plan, settings: Settings) -> Settings | None:
         fewer = {name: value for name, value in settings.items() if name != key}
         if fits(_with(plan, fewer)):
             settings = fewer
-    return settings
+    larger = (n for n in divisors(settings.get(SHARD_SIZE, 0)) if n > plan.dims.shard_size)
+    smallest_first = ({**settings, SHARD_SIZE: n} for n in larger)
+    return next((each for each in smallest_first if fits(_with(plan, each))), settings)
 
 
 def _engine_share(plan: Plan) -> float | None:

@@ -43,8 +43,8 @@ def _gradients(model: nn.Module, mesh: Mesh, world_size: int) -> dict[str, Tenso
     tokens = tokens_of(mesh.rank).to(mesh.device)
     for _ in range(2):
         (token_loss(model, tokens) * world_size / total / 2).backward()
-    grads = {name: cast(DTensor, p.grad) for name, p in model.named_parameters()}
-    return {name: grad.to(mesh.device).full_tensor() for name, grad in grads.items()}
+    grads = {n: cast(Tensor, p.grad).to(mesh.device) for n, p in model.named_parameters()}
+    return {name: cast(DTensor, grad).full_tensor() for name, grad in grads.items()}
 
 
 CASES = {

@@ -55,7 +55,7 @@ GRPO_32B = [
     ("settings", "advice"),
     [
         (["rollout.tensor_model_parallel_size=4"], "actor.fsdp.fsdp_size=16"),
-        ([], "actor.fsdp.fsdp_size=32 rollout.tensor_model_parallel_size=2"),
+        ([], "actor.fsdp.fsdp_size=16 rollout.tensor_model_parallel_size=2"),
     ],
 )
 def test_a_shard_group_that_is_too_small_is_named_before_offload(capsys, settings, advice):

@@ -67,7 +67,7 @@ def _train(learner: Learner, first_step: int, num_steps: int) -> None:
 
 def _full(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):  # on the device, where ranks talk
-        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+        tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
     return tensor.detach().clone()
 
 
