@@ -1,7 +1,7 @@
 """Samples as they are made, and the rollout batch that the trainer computes with.
 
 Owns the shape legend and what a step knows of its samples. Knows no model and no process group:
-ppo/shares.py brings samples from the ranks that made them to those that compute with them.
+ppo/batch/shares.py brings samples from the ranks that made them to those that compute with them.
 
 Shape legend (the whole project): B sequences, b of them on this rank, P prompt tokens, T response
 tokens, S = P + T, N packed tokens, K scored (response) tokens of one micro-batch, V vocabulary,
