@@ -146,8 +146,7 @@ def model_size(module: Any) -> ModelSize:
     with, and of experts a token visits a few."""
     config = module.config.get_text_config()
     shape, used = AttentionShape.of(config), _share_of_experts(config)
-    table, output = module.get_input_embeddings().weight, module.get_output_embeddings()
-    head = None if output is None else output.weight  # a value model has none
+    table, head = module.get_input_embeddings().weight, _head(module)
     return ModelSize(
         num_params=sum(
             p.numel() * (used if ".experts." in name else 1)
@@ -159,6 +158,15 @@ def model_size(module: Any) -> ModelSize:
         num_heads=shape.num_heads,
         head_dim=shape.head_dim,
     )
+
+
+def _head(module: Any) -> Tensor | None:
+    """The weight of the output head; a value model has none."""
+    try:
+        output = module.get_output_embeddings()
+    except AttributeError:  # several families look for it under its name
+        return None
+    return None if output is None else output.weight
 
 
 def _share_of_experts(config: Any) -> float:

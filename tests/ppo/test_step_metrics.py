@@ -4,7 +4,7 @@ import math
 
 import pytest
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, Qwen2Config, Qwen3MoeConfig
 
 from ppo.config import load_config
 from ppo.step_metrics import EngineAlarm, model_size
@@ -44,6 +44,17 @@ def test_a_token_is_multiplied_with_layers_and_a_response_token_with_the_head(ti
     model.score = nn.Linear(16, 1, bias=False)
     size = model_size(model)
     assert (size.num_params, size.head_params) == (2 * layer + 16 + 16, 0)
+
+
+def test_a_value_model_of_any_family_has_no_head():
+    config = GPTNeoXConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        vocab_size=100,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    assert model_size(model).head_params == 1600
+    del model.lm_head  # its get_output_embeddings() raises then
+    assert model_size(model).head_params == 0
 
 
 def test_of_experts_a_token_visits_a_few():
