@@ -7,11 +7,11 @@ Collective methods say so: all ranks call them in the same order.
 from __future__ import annotations
 
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar, cast
 
@@ -33,7 +33,9 @@ from ppo.run.folder import (
 )
 from ppo.run.limits import make_watchdog
 from ppo.run.progress import progress_bar
-from ppo.run.signals import CTRL_C, EXIT_INTERRUPTED, SignalWatch
+from ppo.run.signals import EXIT_INTERRUPTED, SignalWatch
+from ppo.run.status import Status
+from ppo.run.stops import STOP_FILES, StopRequests
 from ppo.run.watchdog import Watchdog, is_of_communication
 from sharding.agree import errors_by_rank, gather, raise_everywhere
 from sharding.mesh import Mesh
@@ -45,19 +47,6 @@ Result = TypeVar("Result")
 Step = TypeVar("Step")
 POLL_S = 2.0
 """seconds between two safe points of a pass over the batch, if its steps are shorter"""
-# What a run that is stopped by it has come to. Place = code that is all-reduced by maximum, so that
-# what a person asks for counts more than what a scheduler does; 0: go on.
-STOPS: dict[str, Outcome] = {
-    "": "finished",
-    "SIGTERM": "preempted",
-    "SIGUSR1": "preempted",
-    "PREEMPT file": "preempted",
-    "trainer.max_wall_time": "preempted",
-    "STOP file": "stopped",
-    CTRL_C: "interrupted",
-}
-STOP_REASONS = tuple(STOPS)
-STOP_FILES = ("STOP", "PREEMPT")
 
 
 class StopRequested(Exception):
@@ -69,7 +58,7 @@ class Run:
 
     Leaving it writes status.json: finished; preempted, stopped or interrupted after a stop request
     (StopRequested is swallowed: the process ends well); failed with the reason of the rank that
-    failed first. `step` is what the status reports: keep it at the number of iterations done.
+    failed first, and the number of iterations that `status` was told last.
 
     Until `begin` the outcome of an earlier start stays, so that one which is refused costs nothing.
     """
@@ -91,28 +80,35 @@ class Run:
             tell_launcher: told, on one rank of a node, why its processes are ended.
         """
         self.dir = config.run_dir
-        self.record = config.run_dir
-        """where status, configuration, metrics and samples of this start go: the run folder, or
-        with trainer.val_only, which changes nothing of the run, a new folder in it"""
         self.mesh = mesh
-        self.step = 0
         self._config = config
         self._command = command
         self._restart_count = restart_count
         self._tell_launcher = tell_launcher
-        self._started = time.monotonic()
-        self._stop_code = 0
         self._earlier: str | None = None
         """state that an earlier start has left"""
-        self._owns_status = False
+        self._status = Status(self.dir, mesh.rank)
         self._owned = ExitStack()
         self._watchdog: Watchdog | None = None
-        self.is_cause = False
-        """this rank's failure is the run's"""
-        self._failure = ""
         self._signals = SignalWatch(
             before_exit=lambda: self._fail("interrupted (Ctrl-C), not saved")
         )
+        self._stops = StopRequests(
+            self._signals,
+            folder=self.dir if mesh.rank == 0 else None,
+            max_wall_time=config.trainer.max_wall_time,
+        )
+
+    @property
+    def record(self) -> Path:
+        """Where status, configuration, metrics and samples of this start go: the run folder, or
+        with trainer.val_only, which changes nothing of the run, a new folder in it."""
+        return self._status.folder
+
+    @property
+    def is_cause(self) -> bool:
+        """This rank's failure is the run's."""
+        return self._status.is_cause
 
     @property
     def is_restart(self) -> bool:
@@ -122,7 +118,7 @@ class Run:
     @property
     def exit_code(self) -> int:
         """Of a run that has not failed: 0, but 130 after Ctrl-C, as a shell's loop expects it."""
-        return EXIT_INTERRUPTED if STOP_REASONS[self._stop_code] == CTRL_C else 0
+        return EXIT_INTERRUPTED if self._stops.outcome == "interrupted" else 0
 
     def __enter__(self) -> Run:
         """Collective. Raises ConfigError on all ranks when one cannot write to the folder."""
@@ -130,8 +126,8 @@ class Run:
         with ExitStack() as owned:
             self.attempt(lambda: self._open_folder(owned))
             mine = (self.record, self._earlier, f"watchdog/{uuid.uuid4().hex}")
-            self.record, self._earlier, name = gather(mine, self.mesh.host_group)[0]
-            self._owns_status = self._earlier is None
+            self._status.folder, self._earlier, name = gather(mine, self.mesh.host_group)[0]
+            self._status.is_ours = self._earlier is None
             dog = make_watchdog(self._config, self.mesh, name, self._log, self._last_words)
             self._watchdog = owned.enter_context(dog)
             owned.enter_context(self._signals)
@@ -156,7 +152,7 @@ class Run:
             write_status(self.dir, "failed", step=earlier["step"], reason=reason)
             logger.warning("the start before this one %s (after step %d)", reason, earlier["step"])
         if self._config.trainer.val_only:
-            self.record = new_numbered(self.dir / "validations", "")
+            self._status.folder = new_numbered(self.dir / "validations", "")
         elif earlier is not None:
             self._earlier = earlier["state"]
         if self._earlier is None:
@@ -166,7 +162,7 @@ class Run:
         """By the watchdog, right before it ends this process."""
         logger.debug("ended: %s", text)
         if writes:
-            self._write_failure(text)
+            self._status.write_failure(text)
         if tells:
             self._tell_launcher(text)
 
@@ -182,18 +178,18 @@ class Run:
                 aside, except by a restart by torchrun: then it was this run.
         """
         self.attempt(lambda: self._write_record(step, anew and not self.is_restart))
-        self.step, self._owns_status = step, True
+        self._status.step, self._status.is_ours = step, True
         assert self._watchdog is not None
         self._watchdog.begin()
 
     def nothing_left(self, step: int) -> None:
         """Instead of `begin`: what was asked for is done, also where an earlier start was killed
         between its last checkpoint and its last word."""
-        self.step = step
+        self._status.step = step
         if self._earlier != "finished":
-            self._owns_status = True
+            self._status.is_ours = True
             if self.mesh.rank == 0:
-                self._write_status("running", "")
+                self._status.write("running", "")
 
     def _write_record(self, step: int, anew: bool) -> None:
         if self.mesh.rank != 0:
@@ -222,14 +218,13 @@ class Run:
 
     def status(self, state: Outcome, step: int, reason: str = "") -> None:
         """Write status.json (rank 0), remember the step. A failure stays until the next start."""
-        self.step = step
-        if self.mesh.rank == 0 and self._owns_status and not self._has_failed():
-            self._write_status(state, reason)
+        self._status.step = step
+        self._status.note(state, reason)
 
     def should_stop(self) -> bool:
         """Collective, at a safe point: whether any rank has been asked to stop."""
         self._safe_point(0.0)
-        return self._stop_code > 0
+        return self._stops.code > 0
 
     def polled(self, steps: Iterable[Step]) -> Iterator[Step]:
         """Collective: the steps, of which every rank has as many; safe points lie before some.
@@ -242,7 +237,7 @@ class Run:
         for step in steps:
             if left == 0:
                 slowest = self._safe_point((time.monotonic() - start) / pause)
-                if self._stop_code:
+                if self._stops.code:
                     self.raise_stop()
                 pause = left = min(2 * pause, max(1, int(POLL_S / max(slowest, 1e-6))))
                 start = time.monotonic()
@@ -252,15 +247,15 @@ class Run:
     def _safe_point(self, seconds: float) -> float:
         """Collective: take note of stop requests; the most seconds of any rank."""
         PROGRESS.arrive()
-        state = torch.tensor([self._own_stop_code(), seconds], dtype=torch.float64)
+        state = torch.tensor([self._stops.own(), seconds], dtype=torch.float64)
         dist.all_reduce(state, dist.ReduceOp.MAX, group=self.mesh.host_group)
         code, most = state.tolist()
-        self._note_stop(int(code))
+        self._stops.note(int(code))
         return most
 
     def raise_stop(self) -> None:
         """Leave the phase after `should_stop` has said yes."""
-        raise StopRequested(STOP_REASONS[self._stop_code])
+        raise StopRequested(self._stops.reason)
 
     def poll(self, done: bool, error: str | None = None) -> bool:
         """Collective: whether every rank is done with what they wait for.
@@ -270,12 +265,12 @@ class Run:
             StopRequested: a stop is requested.
         """
         PROGRESS.arrive()
-        state = torch.tensor([not done, error is not None, self._own_stop_code()], dtype=torch.int)
+        state = torch.tensor([not done, error is not None, self._stops.own()], dtype=torch.int)
         dist.all_reduce(state, dist.ReduceOp.MAX, group=self.mesh.host_group)
         waiting, failed, code = state.tolist()
         if failed:
             raise_everywhere(error, self.mesh.host_group)
-        self._note_stop(code)
+        self._stops.note(code)
         if code:
             self.raise_stop()
         return not waiting
@@ -353,7 +348,7 @@ class Run:
                 return True
             self.note_failure(kind, exception, traceback)
             if self._watchdog is not None:
-                self._watchdog.tell_others(self._failure)
+                self._watchdog.tell_others(self._status.failure)
             return False
         finally:
             self._owned.close()
@@ -369,7 +364,7 @@ class Run:
         What is closed on the way out may fail too, or take its time. Where a rank was left waiting,
         the reason is who left it.
         """
-        if exception is None or isinstance(exception, StopRequested) or self._failure:
+        if exception is None or isinstance(exception, StopRequested) or self._status.failure:
             return
         text = str(_describe(exception))
         if self._watchdog is not None and is_of_communication(exception):
@@ -385,54 +380,14 @@ class Run:
         except RuntimeError as error:
             self.note_failure(type(error), error, error.__traceback__)
             raise
-        reason = STOP_REASONS[self._stop_code]
-        self.status(STOPS[reason], self.step, reason)
-        logger.info("%s after step %d", f"stopped ({reason})" if reason else "done", self.step)
+        reason = self._stops.reason
+        self._status.note(self._stops.outcome, reason)
+        said = f"stopped ({reason})" if reason else "done"
+        logger.info("%s after step %d", said, self._status.step)
 
     def _fail(self, reason: str, *, level: int = logging.ERROR) -> None:
-        """Write the failure, from whichever rank it struck; what struck first stays."""
-        where = f" in {PROGRESS.left_in}" if PROGRESS.left_in else ""
-        reason = self._failure = f"rank {self.mesh.rank}{where}: {reason}"
-        if self._watchdog is None or self._watchdog.claim(reason):
-            self.is_cause = True
-            self._write_failure(reason, level=level)
-        else:
-            logger.debug("failed too: %s", reason)
-
-    def _write_failure(self, reason: str, *, level: int = logging.ERROR) -> None:
-        if not self._owns_status:
-            logger.log(level, "this start failed: %s", reason)
-        elif not self._has_failed():
-            self._write_status("failed", reason)
-            logger.log(level, "failed at step %d: %s", self.step, reason)
-
-    def _write_status(self, state: Outcome, reason: str) -> None:
-        """A run must not fail, and a failure not be hidden, because it cannot be written down."""
-        try:
-            write_status(self.record, state, step=self.step, reason=reason)
-        except OSError as error:
-            logger.error("status.json does not say %s: %s", state, error)
-
-    def _has_failed(self) -> bool:
-        status = read_status(self.record)
-        return status is not None and status["state"] == "failed"
-
-    def _own_stop_code(self) -> int:
-        if self._signals.stop_signal is not None:
-            return STOP_REASONS.index(self._signals.stop_signal)
-        if self.mesh.rank == 0:
-            for name in STOP_FILES:
-                if os.path.exists(self.dir / name):
-                    return STOP_REASONS.index(f"{name} file")
-        limit = self._config.trainer.max_wall_time
-        if limit is not None and time.monotonic() - self._started >= limit:
-            return STOP_REASONS.index("trainer.max_wall_time")
-        return 0
-
-    def _note_stop(self, code: int) -> None:
-        if code and not self._stop_code:
-            logger.info("stop requested by %s", STOP_REASONS[code])
-        self._stop_code = max(code, self._stop_code)
+        claim = (lambda _: True) if self._watchdog is None else self._watchdog.claim
+        self._status.fail(reason, claim, level=level)
 
 
 def _level_of(exception: BaseException) -> int:

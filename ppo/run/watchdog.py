@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -109,7 +110,7 @@ class Watchdog:
         )
         self._lock = threading.Lock()  # of the judge
         self._news = _News()
-        self._begun = False
+        self._met = self._begun = False
         self._failing: tuple[float, str] | None = None
         self._stopped = threading.Event()
 
@@ -182,6 +183,9 @@ class Watchdog:
         mine = Sign(number, *progress, os.getpid(), socket.gethostname())
         self._store.set(f"sign/{self._rank}", json.dumps(mine))
         keys = [*_News._fields, *(f"sign/{rank}" for rank in self._heeded)]
+        if not self._met:  # who has not come must not keep this rank from giving signs
+            self._store.wait(keys, timedelta(seconds=STORE_S))
+            self._met = True
         failure, lost, end, *signs = map(json.loads, self._store.multi_get(keys))
         self._news = _News(failure, lost, end)
         with self._lock:

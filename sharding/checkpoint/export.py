@@ -30,6 +30,7 @@ from sharding.checkpoint.files import (
 from sharding.checkpoint.folder import find_checkpoint
 from sharding.checkpoint.storage import SafeReader, read_tensors
 from sharding.names import layer_of, tied_names
+from sharding.progress import PROGRESS
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +146,7 @@ def _write_weights(module: Any, source: _Source, out: Path) -> None:
         tensors = revert_weight_conversion(module, source.read(names))  # fused experts too
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, out / file, metadata={"format": "pt"})
+        PROGRESS.tick()
         files |= dict.fromkeys(tensors, file)
         del tensors  # before the next are read
     if len(parts) == 1:
