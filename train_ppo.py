@@ -134,7 +134,8 @@ def train(config: Config, run: Run) -> None:
             with metrics.timed("step"):
                 # 1 generate: weights go to the engine, whose memory comes back afterwards
                 with metrics.timed("gen"), collector.awake(metrics):
-                    samples = collector.sample_training(sampler.next_batch(), metrics, step)
+                    prompts_now = sampler.next_batch()
+                    samples = collector.sample_training(prompts_now, metrics, step, scorer.begin)
                 # 2 score, and give every rank the rows that it computes with
                 kept = kept_on_failure(tracker, scorer, samples, step)
                 with metrics.timed("reward"), kept:

@@ -1,10 +1,12 @@
 """rollout.py: which requests are made, who makes them, and that every rank gets all completions."""
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
@@ -15,11 +17,11 @@ from ppo.engines.choose import build_engine
 from ppo.engines.contract import Completion, SamplingParams
 from ppo.metrics import Metrics
 from ppo.models.tiny import build_tiny_model
-from ppo.rollout.generate import generate, make_requests, spread
+from ppo.rollout.generate import Queues, generate, make_requests, spread
 from ppo.run.run import Run
 from sharding.mesh import build_mesh, init_distributed
 from tests.distributed import run_distributed
-from tests.ppo.engines.drive import each
+from tests.ppo.engines.drive import Listed, each
 
 
 def make_prompts(lengths: list[int], uids: list[int] | None = None) -> list[Prompt]:
@@ -36,10 +38,10 @@ def make_prompts(lengths: list[int], uids: list[int] | None = None) -> list[Prom
     ]
 
 
-def test_requests_are_sample_major_with_one_uid_for_each_sample():
+def test_requests_are_prompt_major_with_one_uid_for_each_sample():
     requests = make_requests(make_prompts([2, 3, 4]), 2)
     assert [request.prompt_ids for request in requests] == [
-        [1, 1], [2, 2, 2], [3, 3, 3, 3], [1, 1], [2, 2, 2], [3, 3, 3, 3],
+        [1, 1], [1, 1], [2, 2, 2], [2, 2, 2], [3, 3, 3, 3], [3, 3, 3, 3],
     ]  # fmt: skip
     assert len({request.uid for request in requests}) == 6
 
@@ -47,7 +49,7 @@ def test_requests_are_sample_major_with_one_uid_for_each_sample():
 def test_uids_depend_on_the_prompt_and_the_sample_alone():
     alone = make_requests(make_prompts([5], uids=[8]), 4)
     among_others = make_requests(make_prompts([1, 5, 2], uids=[3, 8, 1]), 2)
-    assert [alone[0].uid, alone[1].uid] == [among_others[1].uid, among_others[4].uid]
+    assert [alone[0].uid, alone[1].uid] == [among_others[2].uid, among_others[3].uid]
 
 
 def test_a_prompt_that_is_twice_in_a_batch_is_sampled_twice():
@@ -58,11 +60,11 @@ def test_a_prompt_that_is_twice_in_a_batch_is_sampled_twice():
 def test_samples_of_a_prompt_stay_together_where_the_loads_allow_it():
     shares = spread([10.0, 30.0, 20.0, 20.0], n=3, replicas=2)
     assert sorted(itertools.chain(*shares)) == list(range(12))
-    assert {frozenset(i % 4 for i in share) for share in shares} == {
+    assert {frozenset(i // 3 for i in share) for share in shares} == {
         frozenset({0, 1}),
         frozenset({2, 3}),
     }
-    assert all(share == sorted(share) for share in shares)
+    assert all(share[0] // 3 in (1, 2) for share in shares)  # the longer prompt first
 
 
 def test_samples_of_a_prompt_are_divided_where_whole_prompts_would_be_uneven():
@@ -76,9 +78,31 @@ def test_more_replicas_than_requests_leave_some_without_work():
     assert sorted(map(len, spread([5.0, 7.0], n=1, replicas=4))) == [0, 0, 1, 1]
 
 
-def completions_of(
-    rank: int, world_size: int, folder: Path, tp: int
-) -> list[tuple[int, Completion]]:
+def test_an_engine_without_work_takes_from_the_longest_queue():
+    queues = Queues([[0, 1, 2, 3, 4, 5], [6], []])
+    assert queues.hand_out([2, 2, 1]) == [[0, 1], [6, 5], [4]]
+    assert queues.hand_out([0, 0, 0]) == [[], [], []]
+    assert queues.hand_out([1, 5, 5]) == [[2], [3], []]
+    assert queues.hand_out([9, 9, 9]) == [[], [], []]
+
+
+class Listener:
+    """Every sample is heard of once, and an exchange follows."""
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+        self.untold = False
+
+    def ended(self, completions: Mapping[int, Completion]) -> None:
+        self.heard += completions
+        self.untold |= bool(completions)
+
+    def exchange(self) -> None:
+        self.untold = False
+        dist.barrier()
+
+
+def completions_of(rank: int, world_size: int, folder: Path, tp: int) -> list[tuple[int, Listed]]:
     """What this rank gets, with its numbers; prompts and replicas do not divide evenly."""
     config = load_config(
         None,
@@ -104,7 +128,11 @@ def completions_of(
         )
         run.drive(engine.wake())
         prompts, metrics = make_prompts([3, 9, 4, 1, 6]), Metrics()
-        numbers, completions = generate(engine, prompts, params, n=3, run=run, metrics=metrics)
+        listener = Listener()
+        numbers, completions = generate(
+            engine, prompts, params, n=3, run=run, metrics=metrics, listener=listener
+        )
+        assert sorted(listener.heard) == numbers and not listener.untold
         assert metrics.reduce(mesh.host_group)["rollout/tokens_per_s"] > 0
         engine.close()
     assert numbers == sorted(numbers)
@@ -113,7 +141,7 @@ def completions_of(
 
 def completions_on_three_meshes(
     rank: int, world_size: int, folder: Path
-) -> list[list[tuple[int, Completion]]]:
+) -> list[list[tuple[int, Listed]]]:
     return [completions_of(rank, world_size, folder, tp) for tp in (1, 2, 4)]
 
 

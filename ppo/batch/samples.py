@@ -1,7 +1,7 @@
 """Samples as they are made, and the rollout batch that the trainer computes with.
 
 Owns the shape legend and what a step knows of its samples. Knows no model and no process group:
-ppo/shares.py brings samples from the ranks that made them to those that compute with them.
+ppo/batch/shares.py brings samples from the ranks that made them to those that compute with them.
 
 Shape legend (the whole project): B sequences, b of them on this rank, P prompt tokens, T response
 tokens, S = P + T, N packed tokens, K scored (response) tokens of one micro-batch, V vocabulary,
@@ -11,6 +11,7 @@ token t.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class Samples:
     failures: list[str | None] = field(init=False)  # b, what went wrong with a failed sample's
     components: list[dict[str, float]] = field(init=False)
     """b, what the score is made of: function, model, extra/NAME"""
+    scores_to_come: Any = None  # of samples that are being scored since they were made
     greedy: "Samples | None" = None  # one response per prompt, for estimators that compare
     greedy_scores: Tensor | None = None  # [prompts], known to every rank once they are scored
 

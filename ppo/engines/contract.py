@@ -68,8 +68,10 @@ class Request(NamedTuple):
 class Completion(NamedTuple):
     """One completion; a stop token, or the tokens that complete a stop text, are included."""
 
-    response_ids: list[int]
-    logprobs: list[float]
+    response_ids: Sequence[int] | np.ndarray
+    """int32 from an engine"""
+    logprobs: Sequence[float] | np.ndarray
+    """float32 from an engine"""
     finish_reason: str
     """`stop` (stop token or text) or `length` (max_new_tokens or max_model_len)."""
 
@@ -88,10 +90,12 @@ class Completions(NamedTuple):
     @classmethod
     def of(cls, completions: Sequence[Completion]) -> "Completions":
         """From one object for each."""
+        ids = [np.asarray(c.response_ids, np.int32) for c in completions]
+        logprobs = [np.asarray(c.logprobs, np.float32) for c in completions]
         return cls(
-            np.array([t for c in completions for t in c.response_ids], dtype=np.int32),
-            np.array([p for c in completions for p in c.logprobs], dtype=np.float32),
-            [len(c.response_ids) for c in completions],
+            np.concatenate([np.zeros(0, np.int32), *ids]),
+            np.concatenate([np.zeros(0, np.float32), *logprobs]),
+            [len(x) for x in ids],
             [c.finish_reason for c in completions],
         )
 
@@ -99,48 +103,58 @@ class Completions(NamedTuple):
         """Where each one lies in `ids` and `logprobs`: from, to."""
         return list(pairwise(accumulate(self.lengths, initial=0)))
 
-    def responses(self) -> list[list[int]]:
-        """The token ids of each."""
-        return [self.ids[start:end].tolist() for start, end in self.borders()]
 
-    def pick(self, order: Sequence[int]) -> "Completions":
-        """Those with these numbers, in this order."""
-        borders = self.borders()
-        kept = [slice(*borders[i]) for i in order]
-        return Completions(
-            np.concatenate([self.ids[part] for part in kept] or [self.ids[:0]]),
-            np.concatenate([self.logprobs[part] for part in kept] or [self.logprobs[:0]]),
-            [self.lengths[i] for i in order],
-            [self.finish_reasons[i] for i in order],
-        )
+class Finished(NamedTuple):
+    """A request that has ended."""
+
+    uid: int
+    completion: Completion
 
 
-class Generated(NamedTuple):
-    """What a generation has made, on this rank.
+class Generation(Protocol):
+    """Requests on their way in one engine.
 
-    Every rank of the rollout group may have it, or its leader alone; the others have nothing then.
+    All ranks of a rollout group make the same calls with the same requests. What has ended is told
+    to every rank of the group, or to its leader alone; the others are told nothing then.
     """
 
-    completions: Completions
-    """in the order of the requests"""
-    metrics: dict[str, float]
-    """rollout/* of this generation"""
+    @property
+    def room(self) -> int:
+        """Requests that may be submitted now to start at once or soon; at least 1 when idle."""
+        ...
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Add requests. Raises ValueError for one that the engine cannot serve."""
+        ...
+
+    def advance(self) -> list[Finished]:
+        """Work, or wait, for about half a second; returns what has ended, at once if all has."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """rollout/* of this generation, when all has ended; none where nothing was told."""
+        ...
+
+    def close(self) -> None:
+        """Drop what has not ended."""
+        ...
 
 
 class Engine(Protocol):
     """One replica's engine, built for one FSDP2-sharded module with HF parameter names.
 
-    All ranks of a rollout group make the same calls in the same order: wake, generate any number of
-    times, release; then wake again. The iterators do their work while they are advanced and give
-    control back at least about every half second, so that the caller can look for stop requests;
-    the caller may abandon them. `Run.drive` advances them and gives what they return.
+    All ranks of a rollout group make the same calls in the same order: wake, any number of
+    generations one after the other, release; then wake again. The iterators do their work while
+    they are advanced and give control back at least about every half second, so that the caller can
+    look for stop requests; the caller may abandon them. `Run.drive` advances them and gives what
+    they return.
 
     `module` is the trainer's: its `config` names the trainer's attention, so a model of one's own
     gets a copy. Only the first `num_ids_of(module)` ids may be sampled; log-probs are over these.
     """
 
     generates_together: bool
-    """whether the ranks of a group meet in the collectives of a step of `generate`"""
+    """whether the ranks of a group meet in the collectives of a step of a generation"""
 
     def start(self) -> Generator[None, None, None]:
         """Waits until the engine is up and has given its memory back; `wake` does it otherwise.
@@ -160,12 +174,12 @@ class Engine(Protocol):
         """
         ...
 
-    def generate(
-        self, requests: Sequence[Request], params: SamplingParams
-    ) -> Generator[float | None, None, Generated]:
-        """Yields the share that is done, or None where it is not known.
+    def begin(self, params: SamplingParams, *, longest_prompt: int, most: int) -> Generation:
+        """Open a generation, when the one before has ended or was closed.
 
-        Raises ValueError for a request that the engine cannot serve.
+        Args:
+            longest_prompt: tokens of the longest prompt that will come.
+            most: requests that need to run at once at most.
         """
         ...
 

@@ -5,18 +5,20 @@ training or rewards. Every method is called by every rank, and each gets what it
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from ppo.batch.samples import Samples
 from ppo.config import Config
 from ppo.data.dataset import Prompt
 from ppo.data.prompts import PromptSets
 from ppo.engines.choose import build_engine
-from ppo.engines.contract import Engine, SamplingParams, stop_token_ids
+from ppo.engines.contract import Completion, Engine, SamplingParams, stop_token_ids
 from ppo.metrics import Metrics
 from ppo.models.folder import model_folder, read_generation_config
 from ppo.models.learner import Model
@@ -27,6 +29,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+
+class ScoresToCome(Protocol):
+    """Scores of samples that are being made."""
+
+    def add(self, texts: Mapping[int, str]) -> None:
+        """Responses of this rank's engine that have ended, by number."""
+        ...
+
+    def exchange(self) -> None:
+        """Bring them to who scores them. Collective."""
+        ...
+
+
+BeginScores = Callable[[Sequence[Prompt], int], ScoresToCome | None]
+"""Given the prompts of a batch and the number of responses to each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,34 +100,69 @@ class Collector:
             step=step,
         )
 
-    def sample_training(self, prompts: Sequence[Prompt], metrics: Metrics, step: int) -> Samples:
+    def sample_training(
+        self, prompts: Sequence[Prompt], metrics: Metrics, step: int, begin: BeginScores
+    ) -> Samples:
         """rollout.n responses to each prompt for iteration `step`, and greedy ones where needed."""
         rollout = self.config.rollout
         params = self._params(
             step, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
         )
-        samples = self.sample(prompts, params, rollout.n, metrics)
+        samples = self.sample(prompts, params, rollout.n, metrics, begin)
         if self.config.algorithm.needs.greedy:
             greedy = self._params(step, temperature=0.0, top_p=1.0, top_k=-1)
-            samples.greedy = self.sample(prompts, greedy, 1, metrics)
+            samples.greedy = self.sample(prompts, greedy, 1, metrics, begin)
         return samples
 
     def sample(
-        self, prompts: Sequence[Prompt], params: SamplingParams, n: int, metrics: Metrics
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        n: int,
+        metrics: Metrics,
+        begin: BeginScores,
     ) -> Samples:
-        """n responses to each prompt, as tokens and as text."""
+        """n responses to each prompt, as tokens and as text.
+
+        begin: what it returns, if anything, is told each response when it has ended.
+        """
+        texts = _Texts(self.tokenizer, begin(prompts, n))
         numbers, completions = generate(
-            self.engine, prompts, params, n=n, run=self.run, metrics=metrics
+            self.engine, prompts, params, n=n, run=self.run, metrics=metrics, listener=texts
         )
-        responses = completions.responses()  # transformers takes no sequences for an empty one
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True) if numbers else []
         return Samples(
             prompts=prompts,
             n=n,
             numbers=numbers,
             completions=completions,
-            texts=[text.encode("utf-8", "replace").decode() for text in texts],
+            texts=[texts.known[number] for number in numbers],
+            scores_to_come=texts.scores,
         )
+
+
+class _Texts:
+    """Decodes samples as they end, and tells who scores them."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", scores: ScoresToCome | None) -> None:
+        self._tokenizer, self.scores = tokenizer, scores
+        self.known: dict[int, str] = {}
+
+    def ended(self, completions: Mapping[int, Completion]) -> None:
+        """Responses without special tokens, valid Unicode."""
+        if not completions:
+            return  # transformers takes no sequences for an empty one
+        ids = [np.asarray(c.response_ids).tolist() for c in completions.values()]
+        decoded = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts = [text.encode("utf-8", "replace").decode() for text in decoded]
+        new = dict(zip(completions, texts, strict=True))
+        self.known |= new
+        if self.scores is not None:
+            self.scores.add(new)
+
+    def exchange(self) -> None:
+        """Collective."""
+        if self.scores is not None:
+            self.scores.exchange()
 
 
 @contextmanager

@@ -1,18 +1,43 @@
-"""Prompts to completions over all engines: each makes its share."""
+"""Prompts to completions over all engines: requests are handed out while they generate."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Generator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
 
 from ppo.data.dataset import Prompt
-from ppo.engines.contract import Completions, Engine, Request, SamplingParams
+from ppo.engines.contract import (
+    Completion,
+    Completions,
+    Engine,
+    Generation,
+    Request,
+    SamplingParams,
+)
 from ppo.metrics import Metrics
 from ppo.run.run import Run
+from sharding.mesh import Mesh
 from sharding.partition import largest_first
 
 UIDS_PER_PROMPT = 2**20
 """Sample numbers that a prompt's uid leaves room for."""
 # Replicas get whole prompts, whose samples share a prefix, up to this load over the mean load.
 _MAX_IMBALANCE = 1.1
+
+
+class Listener(Protocol):
+    """Hears of samples while others are generated."""
+
+    def ended(self, completions: Mapping[int, Completion]) -> None:
+        """Samples that this rank's engine has finished, by number."""
+        ...
+
+    def exchange(self) -> None:
+        """Collective: called by all ranks about every half second, and at last when all has
+        ended."""
+        ...
 
 
 def generate(
@@ -23,6 +48,7 @@ def generate(
     n: int,
     run: Run,
     metrics: Metrics,
+    listener: Listener,
 ) -> tuple[list[int], Completions]:
     """Numbers and completions of the samples of this rank's engine, ascending.
 
@@ -30,51 +56,98 @@ def generate(
     metrics are added to `metrics`. Collective over all ranks. Raises StopRequested, or RuntimeError
     when an engine fails or a prompt is too long, on all ranks alike.
     """
-    mesh = run.mesh
     requests = make_requests(prompts, n)
-    lengths = [len(prompt.prompt_ids) + params.max_new_tokens / 2 for prompt in prompts]
-    shares = spread(lengths, n=n, replicas=mesh.dims.rollout_dp)
-    share = shares[mesh.rollout_dp_rank]
-    work = engine.generate([requests[i] for i in share], params)
-    together = engine.generates_together
-    generated = run.drive(work, label="generate", holds_collectives=together)
-    for name, value in generated.metrics.items():
-        metrics.add(name, value, 1)
-    if mesh.rollout_tp_rank != 0:
-        return [], Completions.of([])
-    numbers = [request % len(prompts) * n + request // len(prompts) for request in share]
-    order = sorted(range(len(share)), key=numbers.__getitem__)
-    return [numbers[i] for i in order], generated.completions.pick(order)
+    lengths = [len(prompt.prompt_ids) for prompt in prompts]
+    expected = [length + params.max_new_tokens / 2 for length in lengths]
+    shares = spread(expected, n=n, replicas=run.mesh.dims.rollout_dp)
+    most = max(map(len, shares))
+    generation = engine.begin(params, longest_prompt=max(lengths), most=most)
+    try:
+        work = _serve(generation, requests, Queues(shares), run.mesh, listener)
+        together = engine.generates_together
+        finished = run.drive(work, label="generate", holds_collectives=together)
+        for name, value in generation.metrics().items():
+            metrics.add(name, value, 1)
+    finally:
+        generation.close()
+    numbers = sorted(finished)
+    return numbers, Completions.of([finished[number] for number in numbers])
 
 
 def make_requests(prompts: Sequence[Prompt], n: int) -> list[Request]:
-    """n requests per prompt, sample-major: number s * len(prompts) + p is sample s of prompt p.
+    """n requests per prompt: number p * n + s is sample s of prompt p.
 
-    The first sample of every prompt comes first, so that its prefix is cached when its siblings
-    come. A prompt that is twice in the batch goes on counting samples: its uids stay unique.
+    A prompt that is twice in the batch goes on counting samples: its uids stay unique.
     """
     seen: Counter[int] = Counter()
-    first = []
+    requests = []
     for prompt in prompts:
-        first.append(prompt.uid * UIDS_PER_PROMPT + seen[prompt.uid])
+        first = prompt.uid * UIDS_PER_PROMPT + seen[prompt.uid]
         seen[prompt.uid] += n
+        requests += [Request(first + sample, prompt.prompt_ids) for sample in range(n)]
     assert max(seen.values(), default=0) <= UIDS_PER_PROMPT
-    return [
-        Request(uid + sample, prompt.prompt_ids)
-        for sample in range(n)
-        for uid, prompt in zip(first, prompts, strict=True)
-    ]
+    return requests
 
 
 def spread(lengths: Sequence[float], *, n: int, replicas: int) -> list[list[int]]:
-    """Request numbers (sample-major) of each replica, ascending, with loads as equal as possible.
+    """Request numbers of each replica, the longest first, with loads as equal as possible.
 
     `lengths` are the expected tokens of one sample of each prompt. The samples of a prompt stay
     together unless that leaves the fullest replica more than 10 % above the mean.
     """
-    number = len(lengths)
     whole = largest_first(lengths, replicas)
     loads = [sum(lengths[p] for p in share) for share in whole]
     if max(loads) * replicas <= _MAX_IMBALANCE * sum(loads):
-        return [[s * number + p for s in range(n) for p in sorted(share)] for share in whole]
-    return [sorted(share) for share in largest_first(list(lengths) * n, replicas)]
+        return [[p * n + s for p in share for s in range(n)] for share in whole]
+    return largest_first([length for length in lengths for _ in range(n)], replicas)
+
+
+class Queues:
+    """Requests that wait for an engine, one queue for each; every rank holds the same.
+
+    An engine whose queue is empty takes from the end of the longest one.
+    """
+
+    def __init__(self, shares: Sequence[Sequence[int]]) -> None:
+        self._waiting = [deque(share) for share in shares]
+
+    def hand_out(self, rooms: Sequence[int]) -> list[list[int]]:
+        """Requests for each engine, which has room for so many more."""
+        given: list[list[int]] = []
+        for queue, room in zip(self._waiting, rooms, strict=True):
+            given.append([queue.popleft() for _ in range(min(room, len(queue)))])
+        for taken, room in zip(given, rooms, strict=True):
+            while len(taken) < room and (longest := max(self._waiting, key=len)):
+                taken.append(longest.pop())
+        return given
+
+
+def _serve(
+    generation: Generation,
+    requests: Sequence[Request],
+    queues: Queues,
+    mesh: Mesh,
+    listener: Listener,
+) -> Generator[float, None, dict[int, Completion]]:
+    """Hand requests out until all have ended; what this rank's engine has made, on its leader."""
+    number_of = {request.uid: number for number, request in enumerate(requests)}
+    leads, mine = mesh.rollout_tp_rank == 0, mesh.rollout_dp_rank
+    made: dict[int, Completion] = {}
+    unfinished = 0
+    while True:
+        # exchanges first: whatever fails after them is told by the poll that follows
+        told = torch.zeros(mesh.dims.rollout_dp, 3, dtype=torch.long)
+        if leads:
+            told[mine] = torch.tensor([generation.room, unfinished, len(made)])
+        dist.all_reduce(told, group=mesh.host_group)
+        listener.exchange()
+        given = queues.hand_out(told[:, 0].tolist())
+        if not any(given) and not told[:, 1].any():
+            return made
+        generation.submit([requests[number] for number in given[mine]])
+        ended = {number_of[uid]: completion for uid, completion in generation.advance()}
+        unfinished += len(given[mine]) - len(ended)
+        if leads:
+            made |= ended
+            listener.ended(ended)
+        yield int(told[:, 2].sum()) / len(requests)

@@ -6,9 +6,8 @@ are scored on their node.
 """
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +18,13 @@ from torch import Tensor
 
 from ppo.batch.samples import Overview, Samples
 from ppo.config import Config
+from ppo.data.dataset import Prompt
 from ppo.data.prompts import PromptSets
 from ppo.metrics import Metrics
 from ppo.rewards.contract import RewardError, RewardResult
 from ppo.rewards.pool import RewardPool
 from ppo.rewards.scorers import builtin
+from ppo.rollout.node_scores import NodeScores
 from ppo.rollout.reward_data import (
     check_columns,
     check_truths,
@@ -34,14 +35,11 @@ from ppo.rollout.reward_data import (
 )
 from ppo.rollout.reward_model import RewardModel, build_reward_model, conversation_ids
 from ppo.run.run import Run
-from sharding.agree import gather, gather_to_first
-from sharding.progress import PROGRESS
+from sharding.agree import gather
 
 logger = logging.getLogger(__name__)
 
 
-GIVEN_UP_S = 15.0
-"""after its time limit, in which a sample that takes longer is given up at the latest"""
 NOT_APPLICABLE = RewardResult(
     None, "error", "no reward function applies to the sample: all returned None"
 )
@@ -163,44 +161,31 @@ class Scorer:
         ]
         return _marked(samples, dict.fromkeys(alone, result))
 
+    def begin(self, prompts: Sequence[Prompt], n: int) -> NodeScores | None:
+        """Scores for samples that are about to be made, which functions score as they end."""
+        if not self.config.reward.uses_function:
+            return None
+        return NodeScores(self.pool, prompts, n, self.run.mesh)
+
     def _function_results(self, samples: Samples) -> tuple[list[RewardResult], str | None]:
-        """Results of the samples here; their node's pool scores them.
+        """Results of the samples here.
 
         Also why scoring was given up before all had one; the same on every rank.
         """
-        mesh = self.run.mesh
-
-        def work() -> Generator[float, None, tuple[dict[int, RewardResult], str | None]]:
-            """Results by number, of all samples of the node, on the rank that holds the pool."""
-            found = gather_to_first((samples.numbers, samples.texts), mesh.node_group)
-            if self.pool is None:
-                return {}, None
-            assert found is not None
-            texts = {n: text for part in found for n, text in zip(*part, strict=True)}
-            numbers = sorted(texts)
-            prompts = [samples.prompts[n // samples.n] for n in numbers]
-            job = self.pool.submit(
-                [reward_request(p, texts[n]) for p, n in zip(prompts, numbers, strict=True)]
-            )
-            problem, finished, since = None, 0, time.monotonic()
-            try:
-                while not job.poll(0.5):
-                    if problem := self._too_many(len(job.failures), samples.total):
-                        break  # not only when every sample has hung
-                    if len(job.finished) > finished:
-                        finished, since = len(job.finished), time.monotonic()
-                    if time.monotonic() - since < self.config.reward.timeout_s + GIVEN_UP_S:
-                        PROGRESS.tick()  # one sample may take that long
-                    yield finished / len(numbers)
-            except RewardError as error:
-                problem = str(error)
-            return {numbers[index]: result for index, result in job.finished.items()}, problem
-
-        results, problem = self.run.drive(work(), label="score")
-        scored = gather(results, mesh.node_group)[0]  # local rank 0 holds the pool
-        problems = gather(problem, mesh.host_group)
+        scores: NodeScores | None = samples.scores_to_come
+        if scores is None:
+            scores = NodeScores(self.pool, samples.prompts, samples.n, self.run.mesh)
+            scores.add(dict(zip(samples.numbers, samples.texts, strict=True)))
+            scores.exchange()
+        work = scores.wait(
+            lambda failures: self._too_many(failures, samples.total),
+            timeout_s=self.config.reward.timeout_s,
+        )
+        results, problem = self.run.drive(work, label="score")
+        results = scores.share(results)
+        problems = gather(problem, self.run.mesh.host_group)
         return (
-            [scored.get(number, NOT_SCORED) for number in samples.numbers],
+            [results.get(number, NOT_SCORED) for number in samples.numbers],
             next((text for text in problems if text is not None), None),
         )
 

@@ -58,7 +58,7 @@ def sample_and_score(
     params = collector.validation_params(step)
     with collector.awake(ignored):
         batches = [
-            collector.sample(prompts[start : start + size], params, n, ignored)
+            collector.sample(prompts[start : start + size], params, n, ignored, scorer.begin)
             for start in range(0, len(prompts), size)
         ]
     failure = None

@@ -22,7 +22,7 @@ from ppo.config import RolloutConfig
 from ppo.engines.contract import Request, SamplingParams
 from ppo.engines.embedded.engine import TorchEngine
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
-from tests.ppo.engines.drive import drive
+from tests.ppo.engines.drive import drive, generate
 
 CPU = torch.device("cpu")
 TARGET = 1.2
@@ -63,7 +63,8 @@ def make_requests(batch: int, vocab_size: int) -> list[Request]:
 
 def engine_generate(engine: TorchEngine, requests: list[Request], params: SamplingParams) -> Tensor:
     """Lengths of the responses."""
-    return torch.tensor(drive(engine.generate(requests, params)).completions.lengths)
+    completions = drive(generate(engine, requests, params)).completions
+    return torch.tensor([len(completion.response_ids) for completion in completions])
 
 
 def transformers_generate(model: Any, requests: list[Request], lengths: Tensor) -> None:

@@ -132,7 +132,8 @@ def run(config: Config, world_size: int, lengths: Tensor) -> Stopwatch:
     )
     tokenizer = build_tiny_tokenizer()
     with watch.timed("texts"):
-        texts = tokenizer.batch_decode(completions.responses(), skip_special_tokens=True)
+        ids = [completions.ids[start:end].tolist() for start, end in completions.borders()]
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         texts = [text.encode("utf-8", "replace").decode() for text in texts]
     with watch.timed("layout and exchange"):
         samples = Samples(

@@ -4,6 +4,7 @@ import math
 import os
 import resource
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -114,3 +115,18 @@ def test_connecting_beyond_the_limit_of_open_files_names_it(seen):
     for _, message in seen:
         assert "Too many open files" in message
         assert "(RLIMIT_NOFILE): raise the hard limit" in message
+
+
+def test_a_torch_that_sorts_the_ranks_of_a_group_is_refused_only_for_permuted_ones(monkeypatch):
+    made = []
+
+    def sorting(ranks: list[int], *, backend: str, timeout: timedelta) -> str:
+        made.append(ranks)
+        return "group"
+
+    with init_distributed(CPU):
+        monkeypatch.setattr(dist, "new_group", sorting)
+        assert new_group([0, 2, 4]) == "group" and made == [[0, 2, 4]]
+        with pytest.raises(RuntimeError, match="sorts the ranks of a group"):
+            new_group([0, 2, 1, 3])
+    assert len(made) == 1

@@ -4,7 +4,7 @@ Owns the engine contract for it: weights from the reshard, time slices, memory, 
 ranks of a rollout group (T = rollout_tp) call it with the same requests and take the same steps.
 
 Communication: `wake` exchanges over the shard group, and agrees over the host group when it
-verifies. With T > 1 every step of `generate` reduces inside the model and broadcasts the tokens
+verifies. With T > 1 every step of a generation reduces inside the model and broadcasts the tokens
 over the rollout group, and each slice broadcasts its length over the rollout host group.
 """
 
@@ -17,18 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ppo.config import RolloutConfig
-from ppo.engines.contract import (
-    Generated,
-    Request,
-    SamplingParams,
-    check_requests,
-)
+from ppo.engines.contract import Finished, Request, SamplingParams, check_requests
 from ppo.engines.embedded.generation import Generation, longest_row
 from ppo.engines.embedded.model import LocalModel
 from ppo.engines.embedded.stop_text import StopText
 from ppo.model_shapes import AttentionShape
 from ppo.models.forward import num_ids_of
 from sharding.mesh import Mesh
+from sharding.progress import PROGRESS
 from sharding.reshard.checksums import Checksums
 from sharding.reshard.resharder import Resharder
 
@@ -102,39 +98,26 @@ class TorchEngine:
         self._num_wakes += 1
         return metrics
 
-    def generate(
-        self, requests: Sequence[Request], params: SamplingParams
-    ) -> Generator[float, None, Generated]:
-        """All ranks of the rollout group get all completions of its requests."""
-        assert self._awake, "generate without wake"
-        check_requests(
-            requests,
-            max_model_len=self._rollout.max_model_len,
-            vocab_size=self._model.num_ids,
-        )
-        started = time.monotonic()
+    def begin(self, params: SamplingParams, *, longest_prompt: int, most: int) -> "Slices":
+        """Every rank of the rollout group is told what has ended."""
+        assert self._awake, "begin without wake"
+        self._free_generation()
         generation = self._generation = Generation(
             self._model,
-            requests,
             params,
-            max_rows=self._max_rows(requests, params),
+            longest_prompt=longest_prompt,
+            max_rows=self._max_rows(longest_prompt, most, params),
             max_model_len=self._rollout.max_model_len,
             max_prefill_tokens=self._rollout.max_num_batched_tokens,
             stop_text=StopText(self._tokenizer, params.stop),
             agree=self._broadcast_tokens if self._mesh.dims.rollout_tp > 1 else None,
             lag=1 if self._mesh.device.type == "cuda" else 0,
         )
-        num_steps = 1
-        while not generation.done:
-            slice_started = time.monotonic()
-            for _ in range(num_steps):
-                if not generation.done:
-                    generation.step()
-            num_steps = self._next_slice(num_steps, time.monotonic() - slice_started)
-            yield generation.share_done
-        metrics = _generation_metrics(generation, time.monotonic() - started)
-        self._free_generation()
-        return Generated(generation.completions(), metrics)
+        limits = {
+            "max_model_len": self._rollout.max_model_len,
+            "vocab_size": self._model.num_ids,
+        }
+        return Slices(generation, self._mesh, limits, close=self._free_generation)
 
     def release(self) -> None:
         """Frees weights and KV cache; harmless when nothing is held."""
@@ -177,24 +160,16 @@ class TorchEngine:
         """Rank 0 of the group decides: kernels may round differently on another rank."""
         dist.broadcast(tokens, group=self._mesh.rollout_group, group_src=0)
 
-    def _next_slice(self, num_steps: int, elapsed_s: float) -> int:
-        """Steps that take about half a second, the same on every rank of the rollout group."""
-        wanted = int(num_steps * _SLICE_S / max(elapsed_s, 1e-6))
-        steps = torch.tensor(min(max(wanted, 1), 2 * num_steps))
-        if self._mesh.dims.rollout_tp > 1:
-            dist.broadcast(steps, group=self._mesh.rollout_host_group, group_src=0)
-        return int(steps)
-
-    def _max_rows(self, requests: Sequence[Request], params: SamplingParams) -> int:
+    def _max_rows(self, longest_prompt: int, most: int, params: SamplingParams) -> int:
         """Rows whose KV cache fits, at most max_num_seqs and the number of requests."""
-        rows = min(self._rollout.max_num_seqs, len(requests))
-        if self._mesh.device.type != "cuda" or not requests:
+        rows = min(self._rollout.max_num_seqs, most)
+        if self._mesh.device.type != "cuda" or not most:
             return rows
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._mesh.device)
         utilization = self._rollout.gpu_memory_utilization
         budget = free - (1 - utilization) * total
-        longest = longest_row(requests, params, self._rollout.max_model_len)
+        longest = longest_row(longest_prompt, params, self._rollout.max_model_len)
         row_bytes = self._token_bytes() * longest
         fitting = torch.tensor(int(budget // row_bytes))
         dist.all_reduce(fitting, dist.ReduceOp.MIN, group=self._mesh.rollout_host_group)
@@ -213,12 +188,65 @@ class TorchEngine:
         )
 
 
-def _generation_metrics(generation: Generation, elapsed_s: float) -> dict[str, float]:
-    kv_tokens = generation.cache.rows * generation.cache.columns
-    return {
-        "rollout/tokens_per_s": generation.num_tokens / max(elapsed_s, 1e-6),
-        "rollout/num_running_mean": generation.num_decoded_rows / max(generation.num_decodes, 1),
-        "rollout/cache_hit": generation.cache_hit,
-        "rollout/kv_tokens": kv_tokens,
-        "rollout/kv_util": generation.peak_tokens / max(kv_tokens, 1),
-    }
+class Slices:
+    """A generation of the embedded engine, advanced by slices of about half a second."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        mesh: Mesh,
+        limits: dict[str, int],
+        *,
+        close: Callable[[], None],
+    ) -> None:
+        """limits: what `check_requests` holds requests against."""
+        self._generation, self._mesh, self._limits, self._close = generation, mesh, limits, close
+        self._num_steps, self._seconds = 1, 0.0
+
+    @property
+    def room(self) -> int:
+        """Rows that are free, and some that may wait."""
+        return self._generation.room
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Add requests. Raises ValueError for one that does not fit."""
+        check_requests(requests, **self._limits)
+        self._generation.submit(requests)
+
+    def advance(self) -> list[Finished]:
+        """One slice, at once over when nothing is left to do."""
+        started = time.monotonic()
+        for _ in range(self._num_steps):
+            if self._generation.done:
+                break
+            self._generation.step()
+            PROGRESS.tick()
+        else:
+            self._num_steps = self._next_slice(time.monotonic() - started)
+        self._seconds += time.monotonic() - started
+        return self._generation.take_finished()
+
+    def _next_slice(self, elapsed_s: float) -> int:
+        """Steps that take about half a second, the same on every rank of the rollout group."""
+        wanted = int(self._num_steps * _SLICE_S / max(elapsed_s, 1e-6))
+        steps = torch.tensor(min(max(wanted, 1), 2 * self._num_steps))
+        if self._mesh.dims.rollout_tp > 1:
+            dist.broadcast(steps, group=self._mesh.rollout_host_group, group_src=0)
+        return int(steps)
+
+    def metrics(self) -> dict[str, float]:
+        """rollout/* of what this engine has done."""
+        generation = self._generation
+        kv_tokens = generation.cache.rows * generation.cache.columns
+        return {
+            "rollout/tokens_per_s": generation.num_tokens / max(self._seconds, 1e-6),
+            "rollout/num_running_mean": generation.num_decoded_rows
+            / max(generation.num_decodes, 1),
+            "rollout/cache_hit": generation.cache_hit,
+            "rollout/kv_tokens": kv_tokens,
+            "rollout/kv_util": generation.peak_tokens / max(kv_tokens, 1),
+        }
+
+    def close(self) -> None:
+        """Drop what has not ended, and the KV cache."""
+        self._close()

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ppo.engines.contract import Completion, Completions, Request, SamplingParams
+from ppo.engines.contract import Completion, Finished, Request, SamplingParams
 from ppo.engines.embedded.kv_cache import KVCache
 from ppo.engines.embedded.model import LocalModel
 from ppo.engines.embedded.sampling import sample, uniforms
@@ -63,9 +64,9 @@ class Generation:
     def __init__(
         self,
         model: LocalModel,
-        requests: Sequence[Request],
         params: SamplingParams,
         *,
+        longest_prompt: int,
         max_rows: int,
         max_model_len: int,
         max_prefill_tokens: int,
@@ -75,30 +76,62 @@ class Generation:
     ):
         """agree: makes the sampled tokens [R] equal on all ranks of the group, in place."""
         self._model, self._params, self._stop_text = model, params, stop_text
-        self._agree, self._lag = agree, lag
+        self._agree, self._lag, self._max_model_len = agree, lag, max_model_len
         self._stop_ids = frozenset(() if params.ignore_eos else params.stop_token_ids)
-        self._rows = [
-            Response(uid, ids, min(params.max_new_tokens, max_model_len - len(ids)), len(ids))
-            for uid, ids in requests
-        ]
-        # Requests come sample-major; here the samples of a prompt have to start together.
-        self._waiting = deque(row for rows in _by_prompt(self._rows) for row in rows)
+        self._waiting: deque[Response] = deque()
         self._prefills: deque[list[list[Response]]] = deque()
         self._running: list[Response] = []
+        self._finished: list[Response] = []
         self._state = _State(*(torch.zeros(0, dtype=torch.int64, device=model.device),) * 4)
         self._arrivals: deque[_Arrival] = deque()
         self._max_rows, self._max_prefill_tokens = max_rows, max_prefill_tokens
-        self.cache = KVCache(rows=max_rows, columns=longest_row(requests, params, max_model_len))
+        columns = longest_row(longest_prompt, params, max_model_len)
+        self.cache = KVCache(rows=max_rows, columns=columns)
         self.num_prefilled = self.num_decodes = self.num_decoded_rows = self.peak_tokens = 0
+        self.num_tokens = self.num_prompt_tokens = 0
+        """response tokens of what has ended, prompt tokens of all"""
 
     @property
     def done(self) -> bool:
+        """Whether nothing is left to do, until more is submitted."""
         return not (self._waiting or self._prefills or self._running)
 
     @property
-    def share_done(self) -> float:
-        """Finished rows over all rows, 0 to 1."""
-        return sum(row.finish_reason is not None for row in self._rows) / max(1, len(self._rows))
+    def room(self) -> int:
+        """Rows that are free, and a quarter more that may wait for the next ones."""
+        started = sum(len(rows) for chunk in self._prefills for rows in chunk)
+        ahead = max(1, self._max_rows // 4)
+        held = len(self._waiting) + started + len(self._running)
+        return max(0, self._max_rows + ahead - held)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """More rows; those of one prompt that come together share its prefill."""
+        rows = [
+            Response(
+                uid,
+                ids,
+                min(self._params.max_new_tokens, self._max_model_len - len(ids)),
+                len(ids),
+            )
+            for uid, ids in requests
+        ]
+        self._waiting.extend(row for siblings in _by_prompt(rows) for row in siblings)
+        self.num_prompt_tokens += sum(len(ids) for _, ids in requests)
+
+    def take_finished(self) -> list[Finished]:
+        """What has ended since the last call."""
+        taken, self._finished = self._finished, []
+        return [
+            Finished(
+                row.uid,
+                Completion(
+                    np.array(row.response_ids, np.int32),
+                    np.array(row.logprobs, np.float32),
+                    row.finish_reason or "length",
+                ),
+            )
+            for row in taken
+        ]
 
     def step(self) -> None:
         """One prefill or one token for every running row; then rows leave and enter."""
@@ -113,25 +146,10 @@ class Generation:
         if any(row.finish_reason for row in self._running):
             self._compact()
 
-    def completions(self) -> Completions:
-        """In the order of the requests, once `done`."""
-        assert self.done
-        return Completions.of(
-            [
-                Completion(row.response_ids, row.logprobs, row.finish_reason or "length")
-                for row in self._rows
-            ]
-        )
-
-    @property
-    def num_tokens(self) -> int:
-        """Response tokens so far."""
-        return sum(len(row.response_ids) for row in self._rows)
-
     @property
     def cache_hit(self) -> float:
         """Share of prompt tokens that were not computed, since a sibling's prefill has them."""
-        prompt_tokens = sum(len(row.prompt_ids) for row in self._rows)
+        prompt_tokens = self.num_prompt_tokens
         return 1 - self.num_prefilled / prompt_tokens if prompt_tokens else 0.0
 
     def _admit(self) -> None:
@@ -230,6 +248,9 @@ class Generation:
         """Drops the finished rows from the batch and their columns from the cache."""
         kept = [i for i, row in enumerate(self._running) if row.finish_reason is None]
         order = self.cache.keep(kept)
+        ended = [row for row in self._running if row.finish_reason is not None]
+        self._finished += ended
+        self.num_tokens += sum(len(row.response_ids) for row in ended)
         self._running = [self._running[i] for i in order]
         index = to_device(torch.tensor(order, dtype=torch.int64), self._model.device)
         self._state = _State(*(tensor[index] for tensor in self._state))
@@ -243,10 +264,9 @@ def _by_prompt(rows: Sequence[Response]) -> list[list[Response]]:
     return list(groups.values())
 
 
-def longest_row(requests: Sequence[Request], params: SamplingParams, max_model_len: int) -> int:
+def longest_row(longest_prompt: int, params: SamplingParams, max_model_len: int) -> int:
     """Tokens of prompt and response together that the longest row can reach."""
-    longest = max((len(request.prompt_ids) for request in requests), default=0)
-    return min(longest + params.max_new_tokens, max_model_len)
+    return min(longest_prompt + params.max_new_tokens, max_model_len)
 
 
 def _send(rows: list[Response], tokens: Tensor, logprobs: Tensor) -> _Arrival:

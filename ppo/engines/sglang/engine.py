@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections.abc import Callable, Generator, Sequence
 from enum import Enum
 from pathlib import Path
@@ -23,13 +22,10 @@ from torch import nn
 
 from ppo.config import Config
 from ppo.engines.contract import (
-    Completions,
-    Generated,
-    Request,
     SamplingParams,
-    check_requests,
 )
 from ppo.engines.sglang import args as sglang_args
+from ppo.engines.sglang.generation import Served
 from ppo.engines.sglang.process import EngineError, HostProcess
 from ppo.engines.sglang.sync import WeightSync
 from ppo.models.forward import num_ids_of
@@ -200,54 +196,20 @@ class SGLangEngine:
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
-    def generate(
-        self, requests: Sequence[Request], params: SamplingParams
-    ) -> Generator[None, None, Generated]:
-        """The leader gets the completions; the other ranks have nothing to wait for."""
-        assert self._state is EngineState.AWAKE, f"generate in state {self._state}"
-        check_requests(requests, max_model_len=self.rollout.max_model_len, vocab_size=self._num_ids)
+    def begin(self, params: SamplingParams, *, longest_prompt: int, most: int) -> Served:
+        """The leader is told what has ended; the other ranks have nothing to wait for."""
+        assert self._state is EngineState.AWAKE, f"begin in state {self._state}"
         if params.stop and not self.rollout.stop:
             raise ValueError("texts that end a response have to be in rollout.stop from the start")
-        if self._host is None or not requests:
-            return Generated(Completions.of([]), {})
-        started = time.monotonic()
-        call = self._host.submit(
-            "generate",
-            input_ids=[list(request.prompt_ids) for request in requests],
-            sampling_params=[self._sampling(request, params) for request in requests],
-        )
-        try:
-            timeout_s = self._patience_s(self.rollout.timeout_s)
-            reply = yield from self._host.collect(call, "generate", timeout_s=timeout_s)
-        except GeneratorExit:
-            self._host.abort()
-            raise
-        completions = Completions(*reply["completions"])
-        seconds = time.monotonic() - started
-        return Generated(completions, self._generation_metrics(reply, completions.lengths, seconds))
-
-    def _sampling(self, request: Request, params: SamplingParams) -> dict[str, Any]:
-        return sglang_args.sampling_parameters(
-            request,
+        return Served(
+            self._host,
+            self.rollout,
             params,
-            max_model_len=self.rollout.max_model_len,
+            vocab_size=self._num_ids,
+            kv_tokens=self._memory.kv_tokens,
+            timeout_s=self._patience_s(self.rollout.timeout_s),
             seeded=self.config.trainer.deterministic and self.mesh.device.type == "cuda",
         )
-
-    def _generation_metrics(
-        self, reply: dict[str, Any], lengths: list[int], seconds: float
-    ) -> dict[str, float]:
-        # Too short to be sampled: all requests ran at once.
-        running = min(len(lengths), self.rollout.max_num_seqs)
-        tokens = reply["prompt_tokens"] + sum(lengths)
-        loads = reply["loads"] or [(running, min(1.0, tokens / self._memory.kv_tokens))]
-        return {
-            "rollout/tokens_per_s": sum(lengths) / seconds,
-            "rollout/kv_tokens": float(self._memory.kv_tokens),
-            "rollout/kv_util": max(used for _, used in loads),
-            "rollout/num_running_mean": sum(running for running, _ in loads) / len(loads),
-            "rollout/cache_hit": reply["cached_tokens"] / reply["prompt_tokens"],
-        }
 
     def release(self) -> None:
         """Give the memory back when the engine is idle. Collective.

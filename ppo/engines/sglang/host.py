@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,8 @@ from typing import Any, NoReturn
 REPOSITORY = Path(__file__).resolve().parents[3]
 POLL_S = 0.1
 PROGRESS_S = 0.5
+ASIDES = ("more", "abort")
+"""what is said to a call while it runs"""
 RENDEZVOUS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
     *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
@@ -107,6 +110,11 @@ class EngineHost:
             process: _title(process.pid) for process in multiprocessing.active_children()
         }
         self.messages: asyncio.Queue = asyncio.Queue()
+        self.asides: asyncio.Queue = asyncio.Queue()
+        self.requests: asyncio.Queue = asyncio.Queue()
+        """of the generation that runs; None = no more will come"""
+        self.news: dict[str, Any] = {}
+        """what is told with the next progress"""
         self.aborting = False
 
     def describe(self) -> dict[str, Any]:
@@ -128,8 +136,7 @@ class EngineHost:
             call, verb, arguments = await self._next_message()
             if verb == "close":
                 self._end(0)
-            if verb != "abort":  # of a generation that has ended meanwhile
-                self.connection.send(("done", call, await self._run(call, verb, arguments)))
+            self.connection.send(("done", call, await self._run(call, verb, arguments)))
 
     def _take_signals(self) -> None:
         """Undo what the tokenizer manager does to the signals of its process."""
@@ -148,7 +155,8 @@ class EngineHost:
                 message = self.connection.recv()
             except EOFError:
                 self._fail("the trainer has closed the pipe")
-            loop.call_soon_threadsafe(self.messages.put_nowait, message)
+            queue = self.asides if message[1] in ASIDES else self.messages
+            loop.call_soon_threadsafe(queue.put_nowait, message)
 
     async def _next_message(self) -> tuple[int, str, dict]:
         while True:
@@ -159,15 +167,21 @@ class EngineHost:
                 continue
 
     async def _run(self, call: int, verb: str, arguments: dict[str, Any]) -> Any:
-        """The result of one call; progress is reported meanwhile, and "abort" obeyed."""
+        """The result of one call; progress is reported meanwhile, "abort" and "more" obeyed."""
+        self.aborting, self.news, told = False, {}, time.monotonic()
+        self.requests = asyncio.Queue()  # what an abandoned generation has left is gone
         task = asyncio.create_task(getattr(self, f"call_{verb}")(**arguments))
-        self.aborting, ticks = False, 0
         while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
             self._check_children()
-            ticks += 1
-            self.aborting = not self.messages.empty()  # nothing but "abort" comes during a call
-            if ticks % round(PROGRESS_S / POLL_S) == 0:
-                self.connection.send(("progress", call, self.manager.last_receive_tstamp))
+            while not self.asides.empty():
+                _, aside, said = self.asides.get_nowait()
+                if said["call"] != call:
+                    continue  # which has ended meanwhile
+                self.aborting |= aside == "abort"
+                self.requests.put_nowait(said.get("requests"))
+            if self.news or time.monotonic() - told >= PROGRESS_S:
+                news, self.news, told = self.news, {}, time.monotonic()
+                self.connection.send(("progress", call, (self.manager.last_receive_tstamp, news)))
                 if self.aborting:
                     self.manager.abort_request(abort_all=True)
         return task.result()
@@ -238,49 +252,60 @@ class EngineHost:
         if not result.success:
             raise RuntimeError(f"the engine did not become idle in {timeout_s:g} s: {result}")
 
-    async def call_generate(
-        self, input_ids: list[list[int]], sampling_params: list[dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Responses in the order of the requests, with what was seen of the engine meanwhile.
+    async def call_generate(self) -> dict[str, Any]:
+        """Serve requests that come with "more" until an empty lot comes, or "abort".
 
-        Returns completions (the fields of `Completions`), the sums prompt_tokens and cached_tokens,
-        and loads, a list of (running requests, share of the KV cache in use); nothing when it was
-        aborted.
+        What has ended is news: finished, a list of (uid, token ids, log-probs, finish reason).
+        Returns the last news, the sums prompt_tokens and cached_tokens, and loads, a list of
+        (running requests, share of the KV cache in use).
         """
-        from sglang.srt.managers.io_struct import GenerateReqInput
+        running: set[asyncio.Task] = set()
+        sums, loads, more = {"prompt_tokens": 0, "cached_tokens": 0}, [], True
+        while True:
+            while more and not (running and self.requests.empty()):
+                requests = await self.requests.get()
+                more = bool(requests)
+                running |= {asyncio.create_task(self._serve_one(*one)) for one in requests or []}
+            if not running:
+                break  # no more will come
+            ended, running = await asyncio.wait(running, timeout=POLL_S)
+            for task in ended:
+                if task.result() is None:
+                    continue
+                finished, counts = task.result()
+                self.news.setdefault("finished", []).append(finished)
+                for name, count in counts.items():
+                    sums[name] += count
+            if running:
+                loads += [
+                    (n.num_running_reqs, n.token_usage) for n in await self.manager.get_loads()
+                ]
+        news, self.news = self.news, {}
+        return {**news, **sums, "loads": loads}
 
-        from ppo.engines.contract import Completion, Completions
+    async def _serve_one(
+        self, uid: int, input_ids: list[int], sampling_params: dict[str, Any]
+    ) -> tuple[tuple[int, Any, Any, str], dict[str, int]] | None:
+        """One request to its end; None when it was aborted."""
+        import numpy as np
+        from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
             input_ids=input_ids, sampling_params=sampling_params, return_logprob=True
         )
-        task = asyncio.ensure_future(anext(self.manager.generate_request(request, None)))
-        loads = []
-        while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
-            loads += [(n.num_running_reqs, n.token_usage) for n in await self.manager.get_loads()]
-        infos = [output["meta_info"] for output in task.result()]
-        reasons = [info["finish_reason"] for info in infos]
-        if aborted := [reason for reason in reasons if reason["type"] == "abort"]:
+        output = await anext(self.manager.generate_request(request, None))
+        info = output["meta_info"]
+        reason = info["finish_reason"]
+        if reason["type"] == "abort":
             if not self.aborting:
-                raise RuntimeError(f"SGLang gave up {len(aborted)} requests: {aborted[0]}")
-            return {}
-        return {
-            "completions": tuple(
-                Completions.of(
-                    [
-                        Completion(
-                            output["output_ids"],
-                            [logprob for logprob, *_ in info["output_token_logprobs"]],
-                            reason["type"],
-                        )
-                        for output, info, reason in zip(task.result(), infos, reasons, strict=True)
-                    ]
-                )
-            ),
-            "prompt_tokens": sum(info["prompt_tokens"] for info in infos),
-            "cached_tokens": sum(info["cached_tokens"] for info in infos),
-            "loads": loads,
-        }
+                raise RuntimeError(f"SGLang gave up request {uid}: {reason}")
+            return None
+        logprobs = [logprob for logprob, *_ in info["output_token_logprobs"]]
+        finished = (
+            *(uid, np.array(output["output_ids"], np.int32), np.array(logprobs, np.float32)),
+            reason["type"],
+        )
+        return finished, {name: info[name] for name in ("prompt_tokens", "cached_tokens")}
 
 
 def _shared_files(pids: list[int | None]) -> list[str]:

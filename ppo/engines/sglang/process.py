@@ -84,6 +84,19 @@ class HostProcess:
             raise self._error(f"cannot be asked to {verb}", error) from error
         return call
 
+    def listen(self, call: int, verb: str) -> Any:
+        """What a call that runs has to tell within half a second, or None.
+
+        Raises EngineError when the host has ended.
+        """
+        reply = self._poll(verb)
+        return reply[2] if reply is not None and reply[1] == call else None
+
+    def hung(self, verb: str, seconds: float) -> EngineError:
+        """The error of a host that has reported no progress for so long; it is ended."""
+        self._log_stacks()
+        return self._error(f"made no progress for {seconds:g} s in {verb}")
+
     def collect(self, call: int, verb: str, *, timeout_s: float) -> Generator[None, None, Any]:
         """Wait for the reply and return it; yields about every half second.
 
@@ -104,13 +117,16 @@ class HostProcess:
             if not self._up:
                 PROGRESS.tick()  # its start has a limit of its own, and reports nothing
             if time.monotonic() - changed > timeout_s:
-                self._log_stacks()
-                raise self._error(f"made no progress for {timeout_s:g} s in {verb}")
+                raise self.hung(verb, timeout_s)
             yield
 
     def ask(self, verb: str, *, timeout_s: float, **arguments: Any) -> Any:
         """Send a call and wait for its reply without giving control back."""
-        waiting = self.collect(self.submit(verb, **arguments), verb, timeout_s=timeout_s)
+        return self.wait(self.submit(verb, **arguments), verb, timeout_s=timeout_s)
+
+    def wait(self, call: int, verb: str, *, timeout_s: float) -> Any:
+        """The same as `collect`, without giving control back."""
+        waiting = self.collect(call, verb, timeout_s=timeout_s)
         while True:
             try:
                 next(waiting)
@@ -149,9 +165,9 @@ class HostProcess:
                 timeout=STACKS_TIMEOUT_S,
             )
 
-    def abort(self) -> None:
+    def abort(self, call: int) -> None:
         """Have the engine drop what it generates; the call is still answered."""
-        self.submit("abort")
+        self.submit("abort", call=call)
 
     def close(self) -> None:
         """End the engine, in good order if it is up and answers. May be called twice."""

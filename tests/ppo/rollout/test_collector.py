@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -124,7 +124,9 @@ def test_a_reward_that_hangs_ends_the_run_before_every_sample_has_hung(tmp_path:
     assert found is not None and 3 <= int(found[1]) < 10, error.value
 
 
-def sampled_from(folder: Path, run_dir: Path) -> tuple[Samples, Tensor]:
+def sampled_from(
+    folder: Path, run_dir: Path, *overrides: str, begin: Any = lambda *_: None
+) -> tuple[Samples, Tensor]:
     """Samples of the embedded engine from a model's folder, and their log-probs by the trainer."""
     config = load_config(
         "ppo_tiny.yaml",
@@ -133,6 +135,7 @@ def sampled_from(folder: Path, run_dir: Path) -> tuple[Samples, Tensor]:
             "rollout.dtype=float32",
             "trainer.device=cpu",
             f"trainer.default_local_dir={run_dir}",
+            *overrides,
         ],
     )
     mesh = build_mesh(config.dims(1, 1), torch.device("cpu"))
@@ -155,7 +158,7 @@ def sampled_from(folder: Path, run_dir: Path) -> tuple[Samples, Tensor]:
             open_collector(config, run, prompts, actor) as collector,
             collector.awake(Metrics()),
         ):
-            samples = collector.sample_training(some, Metrics(), step=1)
+            samples = collector.sample_training(some, Metrics(), 1, begin)
         overview, holders = overview_of(samples, mesh)
         batch = share_out(samples, overview, holders, torch.zeros_like(holders), mesh)
         logprobs = response_logprobs(
@@ -227,8 +230,22 @@ def test_a_response_is_valid_text_whatever_the_tokenizer_makes_of_it(monkeypatch
             assert ids == [[97]]
             return ["a\ud800b"]
 
-    made = [0], Completions.of([Completion([97], [0.0], "stop")])
-    monkeypatch.setattr("ppo.rollout.collector.generate", lambda *_, **options: made)
+    class Scores:
+        def add(self, texts: Mapping[int, str]) -> None:
+            told.append(dict(texts))
+
+        def exchange(self) -> None:
+            told.append("exchange")
+
+    def generated(*_: Any, listener: Any, **options: Any) -> tuple[list[int], Completions]:
+        completion = Completion([97], [0.0], "stop")
+        listener.ended({0: completion})
+        listener.exchange()
+        listener.ended({})
+        return [0], Completions.of([completion])
+
+    told: list[Any] = []
+    monkeypatch.setattr("ppo.rollout.collector.generate", generated)
     odd: Any = Odd()
     nothing: Any = None
     collector = Collector(
@@ -240,5 +257,27 @@ def test_a_response_is_valid_text_whatever_the_tokenizer_makes_of_it(monkeypatch
         stop_token_ids=(),
     )
     prompts = [Prompt(0, [7], "any", None, {}, "")]
-    samples = collector.sample(prompts, SamplingParams(max_new_tokens=1), 1, Metrics())
+    params = SamplingParams(max_new_tokens=1)
+    samples = collector.sample(prompts, params, 1, Metrics(), lambda *_: Scores())
     assert samples.texts == ["a?b"]
+    assert told == [{0: "a?b"}, "exchange"]
+
+
+def test_samples_are_told_while_others_are_still_generated(tmp_path):
+    class Scores:
+        def __init__(self) -> None:
+            self.new, self.exchanged = 0, []
+
+        def add(self, texts: Mapping[int, str]) -> None:
+            self.new += len(texts)
+
+        def exchange(self) -> None:
+            self.exchanged.append(self.new)
+
+    scores = Scores()
+    folder = build_tiny_model(tmp_path / "model")
+    with init_distributed(torch.device("cpu")):
+        one_row = ("rollout.max_num_seqs=1",)
+        samples, _ = sampled_from(folder, tmp_path / "run", *one_row, begin=lambda *_: scores)
+    assert scores.exchanged[0] == 0 and scores.exchanged[-1] == len(samples) == 8
+    assert len(set(scores.exchanged)) > 2  # some were told before the last had ended

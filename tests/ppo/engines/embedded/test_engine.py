@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ppo.config import RolloutConfig
-from ppo.engines.contract import Completion, Engine, Request, SamplingParams
+from ppo.engines.contract import Engine, Request, SamplingParams
 from ppo.engines.embedded.engine import TorchEngine
 from ppo.engines.embedded.generation import Generation
 from ppo.engines.embedded.sampling import sample, uniforms
@@ -31,7 +31,7 @@ from ppo.engines.embedded.stop_text import StopText
 from ppo.models.tiny import build_tiny_tokenizer
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from tests.distributed import run_distributed
-from tests.ppo.engines.drive import drive, each
+from tests.ppo.engines.drive import Listed, drive, generate, listed
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -99,8 +99,8 @@ def make_engine(mesh: Mesh, model: Any, **options) -> TorchEngine:
     return TorchEngine(model, mesh, build_tiny_tokenizer(), RolloutConfig(**(defaults | options)))
 
 
-def run(engine: Engine, requests: list[Request], params: SamplingParams) -> list[Completion]:
-    return each(drive(engine.generate(requests, params)).completions)
+def run(engine: Engine, requests: list[Request], params: SamplingParams) -> list[Listed]:
+    return drive(generate(engine, requests, params)).completions
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +178,32 @@ def test_samples_do_not_depend_on_the_batch_they_are_made_in(mesh, reference):
 def test_samples_of_a_prompt_share_one_prefill_though_they_are_submitted_apart(engine):
     params = SamplingParams(max_new_tokens=6, seed=1)
     requests = make_requests(6, samples=4)  # 24 requests, 8 rows: two prompts at a time
-    shared = drive(engine.generate(requests, params))
+    shared = drive(generate(engine, requests, params))
     assert shared.metrics["rollout/cache_hit"] == pytest.approx(3 / 4)
-    alone = drive(engine.generate(requests[:6], params))
+    alone = drive(generate(engine, requests[:6], params))
     assert alone.metrics["rollout/cache_hit"] == 0
+
+
+@pytest.mark.parametrize("at_once", [1, 5])
+def test_requests_that_come_while_others_run_get_the_same_tokens(engine, at_once):
+    params = SamplingParams(max_new_tokens=12, stop_token_ids=tuple(range(40)), seed=3)
+    requests = make_requests(7, samples=2)  # 14 requests, 8 rows
+    together = drive(generate(engine, requests, params)).completions
+    apart = drive(generate(engine, requests, params, at_once=at_once)).completions
+    assert [c.response_ids for c in apart] == [c.response_ids for c in together]
+    for one, other in zip(apart, together, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_an_engine_has_room_for_its_rows_and_a_quarter_more(engine):
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    generation = engine.begin(params, longest_prompt=20, most=100)
+    assert generation.room == 10
+    generation.submit(make_requests(9))
+    assert generation.room == 1 and generation.advance() == []
+    while len(generation.advance()) == 0:
+        assert generation.room >= 1
+    generation.close()
 
 
 def test_reading_tokens_one_step_late_changes_nothing(engine):
@@ -191,17 +213,19 @@ def test_reading_tokens_one_step_late_changes_nothing(engine):
     for lag in (0, 1):
         generation = Generation(
             engine._model,
-            requests,
             params,
+            longest_prompt=20,
             max_rows=4,
             max_model_len=30,
             max_prefill_tokens=64,
             stop_text=StopText(None, ()),
             lag=lag,
         )
+        generation.submit(requests)
         while not generation.done:
             generation.step()
-        results.append([(c.response_ids, c.finish_reason) for c in each(generation.completions())])
+        ended = {uid: listed(completion) for uid, completion in generation.take_finished()}
+        results.append([(ended[r.uid].response_ids, ended[r.uid].finish_reason) for r in requests])
     assert results[0] == results[1]
     assert {reason for _, reason in results[0]} == {"stop", "length"}
 
@@ -209,8 +233,7 @@ def test_reading_tokens_one_step_late_changes_nothing(engine):
 def test_a_row_leaves_the_batch_when_it_ends(engine):
     stops = tuple(range(40))
     params = SamplingParams(max_new_tokens=30, stop_token_ids=stops, seed=2)
-    generated, metrics = drive(engine.generate(make_requests(8), params))
-    completions = each(generated)
+    completions, metrics = drive(generate(engine, make_requests(8), params))
     decoded = sum(len(completion.response_ids) - 1 for completion in completions)
     steps = max(len(completion.response_ids) - 1 for completion in completions)
     assert metrics["rollout/num_running_mean"] == pytest.approx(decoded / steps)
@@ -289,7 +312,7 @@ def test_no_requests_give_no_completions(engine):
 def test_a_bad_prompt_is_named(engine, prompt_ids, message):
     requests = [Request(0, [1]), Request(7, prompt_ids)]
     with pytest.raises(ValueError, match=message):
-        drive(engine.generate(requests, SamplingParams(max_new_tokens=4)))
+        drive(generate(engine, requests, SamplingParams(max_new_tokens=4)))
 
 
 def test_sampling_options_out_of_range_are_all_named():
@@ -308,7 +331,7 @@ def test_weights_and_cache_are_given_back(mesh, reference):
     engine = make_engine(mesh, reference)
     drive(engine.wake())
     weight = weakref.ref(engine._model.module.get_parameter("model.embed_tokens.weight"))
-    work = engine.generate(make_requests(4), SamplingParams(max_new_tokens=50))
+    work = generate(engine, make_requests(4), SamplingParams(max_new_tokens=50))
     next(work)
     assert engine._generation is not None
     cache = engine._generation.cache

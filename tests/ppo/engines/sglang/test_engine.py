@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ppo.config import Config, DataConfig, ModelConfig, RolloutConfig
-from ppo.engines.contract import Completion, Request, SamplingParams
+from ppo.engines.contract import Request, SamplingParams
 from ppo.engines.sglang.engine import SGLangEngine
 from ppo.engines.sglang.process import EngineError
 from ppo.engines.sglang.sync import serialize
@@ -30,7 +30,7 @@ from ppo.run.signals import descendants
 from sharding.fsdp import shard_model
 from sharding.mesh import ParallelDims, build_mesh
 from tests.distributed import run_distributed
-from tests.ppo.engines.drive import drive, each
+from tests.ppo.engines.drive import Listed, drive, generate
 from tests.ppo.models.hf_models import add_spare_rows
 
 pytestmark = [pytest.mark.sglang, pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -83,12 +83,11 @@ class Session:
             sharded.mul_(1 + 0.05 * step).add_(0.01 * step)
             whole.mul_(1 + 0.05 * step).add_(0.01 * step)
 
-    def generate(self, prompts: list[list[int]], **params: Any) -> list[Completion]:
+    def generate(self, prompts: list[list[int]], **params: Any) -> list[Listed]:
         """Completions on the leader, after their log-probs agree with the reference to 1e-4."""
         sampling = SamplingParams(**{"max_new_tokens": 20, **params})
         requests = [Request(i, prompt) for i, prompt in enumerate(prompts)]
-        generated, self.metrics = drive(self.engine.generate(requests, sampling))
-        completions = each(generated)
+        completions, self.metrics = drive(generate(self.engine, requests, sampling))
         for prompt, completion in zip(prompts, completions, strict=False):
             expected = self.logprobs(prompt, completion.response_ids, sampling.temperature or 1.0)
             torch.testing.assert_close(
@@ -120,7 +119,7 @@ def fails(work: Generator[None, None, Any], *texts: str) -> float:
 def long_generation(session: Session) -> Generator[None, None, Any]:
     """A generation that takes a minute, started."""
     params = SamplingParams(max_new_tokens=MAX_MODEL_LEN, ignore_eos=True)
-    work = session.engine.generate([Request(i, [5, 6]) for i in range(3_000)], params)
+    work = generate(session.engine, [Request(i, [5, 6]) for i in range(3_000)], params)
     next(work)
     return work
 
@@ -254,7 +253,8 @@ def _check_ends(session: Session) -> None:
 def _check_verification(session: Session) -> None:
     """A parameter that something has overwritten is found, with both values."""
     name, sync = "model.layers.1.mlp.gate_up_proj.weight", session.engine._sync
-    assert sync.run(session.engine._ask, action="verify") == []
+    found = sync.run(session.engine._ask, action="verify")
+    assert found == [], found
     entry = [name, 130, 0, 1, 64, 0]  # row 2 of up_proj
     instruction = {"action": "load", "stage": "bucket", "style": "slices", "entries": [entry]}
     table = json.dumps({**instruction, "zeros": [], "checksums": {}})
@@ -304,7 +304,7 @@ def _check_faults(session: Session) -> None:
     else:
         session.host.process.kill()
         session.host.process.wait()
-        work = session.engine.generate([Request(0, [5])], SamplingParams(max_new_tokens=2))
+        work = generate(session.engine, [Request(0, [5])], SamplingParams(max_new_tokens=2))
         seconds = fails(work, "rank 1: the SGLang engine", "engine_0001.log", "Decode batch")
     assert seconds < FAULT_S
 

@@ -17,7 +17,7 @@ from ppo.engines.contract import Request, SamplingParams
 from ppo.engines.sglang.engine import SGLangEngine
 from sharding.fsdp import shard_model, without_gradients
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
-from tests.ppo.engines.drive import drive
+from tests.ppo.engines.drive import drive, generate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sglang, pytest.mark.timeout(1800)]
 
@@ -147,7 +147,7 @@ def _check_agreement(engine: SGLangEngine, module: Any, device: torch.device) ->
     """The engine's log-probs are those of the sharded model, after every sync."""
     prompts = [[100 + i, 7, 9, 2000 + i] for i in range(8)]
     params = SamplingParams(max_new_tokens=64, temperature=0.8, ignore_eos=True)
-    work = engine.generate([Request(i, p) for i, p in enumerate(prompts)], params)
+    work = generate(engine, [Request(i, p) for i, p in enumerate(prompts)], params)
     shared: list[Any] = [drive(work).completions]
     torch.distributed.broadcast_object_list(shared, src=0)
     differences = []
