@@ -6,6 +6,7 @@ and backward passes in the same order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -161,7 +162,13 @@ def _policy_objective(update: _Update, module: nn.Module, part: Part) -> Tensor:
     old = logprobs.detach() if batch.old_logprobs is None else micro.take(batch.old_logprobs)
     assert batch.advantages is not None
     policy = POLICY_LOSSES[section.policy_loss.loss_mode](
-        PolicyInputs(logprobs, old, micro.take(batch.advantages), keys=section)
+        PolicyInputs(
+            logprobs,
+            old,
+            micro.take(batch.advantages),
+            keys=section,
+            sum_of_sequence=partial(update.batcher.sum_of_sequence, micro),
+        )
     )
     per_token = policy.loss
     if batch.loss_weights is not None:

@@ -179,6 +179,15 @@ class Batcher:
             sp_rank=self.mesh.sp_rank,
         )
 
+    def sum_of_sequence(self, micro: MicroBatch, values: Tensor) -> Tensor:
+        """[K] -> [K]: the sum over the counted tokens of each token's sequence, also of those that
+        other ranks of the sp group hold. No gradient. Collective over that group."""
+        numbers = micro.put(micro.numbers)
+        sums = values.new_zeros(len(micro.sequences)).index_add_(0, numbers, values)
+        if self.mesh.dims.sp > 1:
+            dist.all_reduce(sums, group=self.mesh.sp_group)
+        return sums[numbers]
+
 
 class Batchers(NamedTuple):
     """How sequences are laid out for each pass."""

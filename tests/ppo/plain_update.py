@@ -119,8 +119,37 @@ def whole(sequences: list[list[Tensor]], mode: str) -> Tensor:
     }[mode]  # type: ignore[return-value]
 
 
+def tokens_of_sequence(
+    loss_mode: str, outputs: Tensor, ids: Tensor, batch: Any, i: int
+) -> list[tuple[Tensor, Tensor]]:
+    """The loss of each token of sequence i, where the ratio is that of the whole sequence."""
+    first, rows = int(batch.prompt_lengths[i]), range(RESPONSES[i])
+    d = [outputs[first + t - 1, ids[first + t]] - batch.old_logprobs[i, t] for t in rows]
+    losses = []
+    for t in rows:
+        advantage = batch.advantages[i, t].double()
+        if loss_mode == "geo_mean":
+            signs = [batch.advantages[i, u].sign() for u in rows]
+            low, high = torch.tensor(-CLIP_LOW).double(), torch.tensor(CLIP_HIGH).double()
+            kept = [min(x, high) if s > 0 else max(x, low) for x, s in zip(d, signs, strict=True)]
+            mean = torch.stack(kept).detach().mean()
+            losses.append(-advantage * mean.exp() * (1 + kept[t] - kept[t].detach()))
+        else:
+            mean = torch.stack(d).detach().mean()
+            ratio = mean.exp() * (d[t] - d[t].detach()).exp()
+            limited = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+            losses.append(-min(ratio * advantage, limited * advantage))
+    return [(loss, loss) for loss in losses]
+
+
 def reference(
-    model: Any, batch: RolloutBatch, part: range, mode: str, regularised: bool, seen: set[str]
+    model: Any,
+    batch: RolloutBatch,
+    part: range,
+    mode: str,
+    regularised: bool,
+    seen: set[str],
+    loss_mode: str = "vanilla",
 ) -> tuple[float, dict[str, Tensor]]:
     """Logged loss and gradients of one mini-batch."""
     indices = [i for i in part if not batch.all.failed[i] and RESPONSES[i]]
@@ -135,6 +164,8 @@ def reference(
                 pairs.append((one_token_of_value(output, batch, (i, t), seen),) * 2)
             else:
                 pairs.append(one_token_of_policy(output, token, batch, (i, t), regularised, seen))
+        if loss_mode != "vanilla":
+            pairs = tokens_of_sequence(loss_mode, outputs[row], ids[row], batch, i)
         logged.append([pair[0] for pair in pairs])
         complete.append([pair[1] for pair in pairs])
     model.zero_grad()

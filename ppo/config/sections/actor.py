@@ -33,7 +33,7 @@ LossAggMode = Literal[
     "seq-mean-token-sum-norm",
 ]
 KlLossKind = Literal[KlKind, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
-LossMode = Literal["vanilla"]
+LossMode = Literal["vanilla", "gspo", "cispo", "sapo", "gpg", "geo_mean", "dppo_tv", "dppo_kl"]
 ClipRatio = Annotated[float, Bound(gt=0, lt=1, usual=(1e-4, 0.5))]
 Threshold = Annotated[float, Bound(ge=1e-6, le=1e9, usual=(0.01, 1e9))]
 Epochs = Annotated[int, Bound(ge=1, le=1000, usual=(1, 20))]
@@ -56,7 +56,10 @@ class PolicyLossConfig(Section):
     """Which formula the policy loss is."""
 
     loss_mode: LossMode = "vanilla"
-    """formula of the loss; vanilla is PPO's clipped surrogate with the dual clip"""
+    """vanilla: PPO's clipped surrogate with the dual clip. gspo: clipped ratios of whole sequences.
+    cispo: clipped importance weights. sapo: a smooth gate. gpg: the plain policy gradient. geo_mean
+    (GMPO): the geometric mean of clipped ratios. dppo_tv, dppo_kl: without tokens whose probability
+    has moved too far. clip_ratio_low and clip_ratio_high are the bounds of each one's own clip"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,10 @@ class ActorConfig(Section):
     """upper epsilon; null = clip_ratio"""
     clip_ratio_c: Annotated[float, Bound(gt=1, le=1e9)] = 3.0
     """dual clip: bound of the loss for negative advantages"""
+    tau_pos: Threshold = 1.0
+    """steepness of sapo's gate where the advantage is positive"""
+    tau_neg: Threshold = 1.05
+    """and where it is not"""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     """the policy loss"""
     loss_agg_mode: LossAggMode = "token-mean"

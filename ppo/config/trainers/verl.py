@@ -208,7 +208,7 @@ _NOT_NEEDED = {
     "it has no counterpart": "actor.fsdp.turbo_config critic.fsdp.turbo_config "
     "ref.fsdp.turbo_config "
     "skip rollout.rollout_n critic.model.hf_config_path "
-    "algorithm.rollout_correction.loss_type actor.tau_pos actor.tau_neg",
+    "algorithm.rollout_correction.loss_type",
 }
 
 _NOT_BUILT = {
