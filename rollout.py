@@ -21,12 +21,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppo.config import Config, ConfigError, Problem, load_config
 from ppo.config.cli import build_parser, join_values, path
-from ppo.data.prompts import load_prompts
 from ppo.errors import InputError
 from ppo.models.build import build_causal_lm, vocabulary_of
 from ppo.models.folder import model_folder
 from ppo.models.learner import Model
 from ppo.rollout.collector import open_collector
+from ppo.rollout.prompts import load_prompts
 from ppo.rollout.samples import summarise, write_samples
 from ppo.rollout.scoring import build_scorer, open_rewards
 from ppo.rollout.validation import sample_and_score
@@ -113,6 +113,7 @@ def evaluate(config: Config, run: Run, options: Options) -> None:
     folder = model_folder(config.model.path, run.mesh, run.dir)
     prompts = load_prompts(
         config,
+        run,
         model_folder(config.model.tokenizer_path, run.mesh, run.dir),
         vocabulary=vocabulary_of(folder, config.model),
     )
@@ -126,8 +127,7 @@ def evaluate(config: Config, run: Run, options: Options) -> None:
     ):
         scorer = build_scorer(config, run, prompts, pool)
         run.begin()
-        everything = list(prompts.all())
-        rows = sample_and_score(collector, scorer, everything, step=0, keep=keep)
+        rows = sample_and_score(collector, scorer, prompts.train, step=0, keep=keep)
     if rows is not None:
         for source, summary in summarise(rows, pass_score=options.pass_score).items():
             logger.info("%s: %s", source, summary)

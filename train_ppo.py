@@ -34,7 +34,7 @@ from ppo.batch.samples import RolloutBatch, Samples
 from ppo.batch.shares import overview_of, owners_of, share_out
 from ppo.check.preflight import run_check
 from ppo.config import Config, load_config, parse_args
-from ppo.data.prompts import load_prompts, total_steps_of
+from ppo.data.prompts import total_steps_of
 from ppo.errors import InputError
 from ppo.estimators import estimate
 from ppo.forward_passes import response_logprobs, response_values
@@ -45,6 +45,7 @@ from ppo.models.build import vocabulary_of
 from ppo.models.folder import model_folder
 from ppo.models.roles import Models, build_models
 from ppo.rollout.collector import open_collector
+from ppo.rollout.prompts import load_prompts
 from ppo.rollout.samples import kept_on_failure, log_samples
 from ppo.rollout.scoring import build_scorer, open_rewards
 from ppo.rollout.validation import validate
@@ -65,6 +66,7 @@ def train(config: Config, run: Run) -> None:
         folder = model_folder(config.model.path, run.mesh, run.dir)
         prompts = load_prompts(
             config,
+            run,
             model_folder(config.model.tokenizer_path, run.mesh, run.dir),
             vocabulary=vocabulary_of(folder, config.model),
         )

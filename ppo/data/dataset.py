@@ -1,29 +1,21 @@
-"""Prompts of a run: rows of the data files as token ids, filtered or cut to length.
+"""Prompts of a run, in their order.
 
-Owns how a row becomes a prompt. Must not know batches, order or ranks: every rank holds the same.
+Owns what a prompt is, and where the prompts of a split come from: files, or a class of the user.
+Must not know batches, order or ranks: every rank has the same.
 """
 
-import logging
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ppo.config import DataConfig
-from ppo.data.columns import CHARS_PER_TOKEN, Sample, is_tiny, parse_row
-from ppo.data.rows import DataError, Row, find_files, read_rows
-from ppo.data.tiny import tiny_rows
-from ppo.data.tokenizer import render_chat, token_ids
-from ppo.errors import InputError
+from ppo.data.columns import Sample
+from ppo.data.facts import Facts
+from ppo.data.reading import Split, read_prompts, unpacked
+from ppo.data.table import Table
 from ppo.plugin import PluginError, load_plugin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
-
-Split = Literal["train", "val"]
-TOKENIZE_ROWS = 1000
-"""rows tokenized in one call"""
 
 
 class Prompt(NamedTuple):
@@ -53,6 +45,8 @@ class PromptDataset:
     generation prompt. Prompts over data.max_prompt_length tokens are left out
     (data.filter_overlong_prompts), else treated as data.truncation says.
 
+    They are kept in a file (`table.py`), and a `Prompt` is made whenever it is asked for.
+
     Args:
         split: `val` reads data.val_max_samples instead of data.train_max_samples.
         need_data_source: False where a scorer of the user does without that column.
@@ -60,6 +54,7 @@ class PromptDataset:
 
     Raises:
         DataError: names file, row and column.
+        InputError: the prompts cannot be kept.
     """
 
     def __init__(
@@ -72,66 +67,88 @@ class PromptDataset:
         need_data_source: bool = True,
         vocabulary: int | None = None,
     ) -> None:
-        limit = data.train_max_samples if split == "train" else data.val_max_samples
-        rows = _load_rows(files, data, split, limit)
-        samples = [parse_row(row, data, need_data_source=need_data_source) for row in rows]
-        _warn_of_tools(rows)
-        self._prompts: list[Prompt] = []
-        for start in range(0, len(rows), TOKENIZE_ROWS):
-            chunk = slice(start, start + TOKENIZE_ROWS)
-            tokenized = _tokenize(rows[chunk], samples[chunk], tokenizer, data)
-            for uid, ids in enumerate(tokenized, start):
-                _check_ids(ids, rows[uid], tokenizer, data, vocabulary)
-                kept = _fit(ids, rows[uid], data)
-                if kept is not None:
-                    self._prompts.append(_prompt(uid, kept, rows[uid], samples[uid]))
-        self.num_filtered = len(rows) - len(self._prompts)
-        if self.num_filtered:
-            logger.info(
-                "%s data: %d of %d prompts are longer than data.max_prompt_length = %d tokens "
-                "and left out",
-                split,
-                self.num_filtered,
-                len(rows),
-                data.max_prompt_length,
+        self.table = _result_of(
+            read_prompts(
+                files,
+                tokenizer,
+                data,
+                split=split,
+                need_data_source=need_data_source,
+                vocabulary=vocabulary,
             )
-        if not self._prompts:
-            raise DataError(
-                rows[0].file,
-                f"every prompt is longer than data.max_prompt_length = {data.max_prompt_length}",
-            )
+        )
+
+    @classmethod
+    def of(cls, table: Table) -> "PromptDataset":
+        """The prompts of a table that `read_prompts` has made, here or in another process."""
+        dataset = cls.__new__(cls)
+        dataset.table = table
+        return dataset
+
+    @property
+    def facts(self) -> Facts:
+        """What is known of all of them."""
+        return self.table.place.facts
+
+    @property
+    def num_filtered(self) -> int:
+        """Rows that are left out."""
+        return self.table.place.num_rows - len(self)
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return self.facts.num_prompts
 
     def __getitem__(self, index: int, /) -> Prompt:
-        return self._prompts[index]
+        index = range(len(self))[index]
+        row, sample = unpacked(self.table.row(index))
+        return Prompt(
+            uid=self.table.number(index),
+            prompt_ids=self.table.ids(index),
+            data_source=sample.data_source,
+            ground_truth=sample.ground_truth,
+            extra_info=sample.extra_info,
+            messages=sample.messages,
+            where=row.where,
+        )
 
 
-def build_dataset(
+def _result_of(steps: Generator[object, None, Table]) -> Table:
+    """What a generator returns, once it is through."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def facts_of(prompts: Prompts) -> Facts:
+    """What is known of all prompts; of a class of the user, after going through them."""
+    if type(prompts) is PromptDataset:  # a class of the user may be made of it
+        return prompts.facts
+    facts = Facts()
+    for index in range(len(prompts)):
+        prompt = prompts[index]
+        asked = prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info
+        facts.add(Sample(*asked), len(prompt.prompt_ids))
+    return facts
+
+
+def custom_dataset(
     files: str | Sequence[str],
     tokenizer: "PreTrainedTokenizerBase",
     data: DataConfig,
     *,
     split: Split = "train",
-    need_data_source: bool = True,
     vocabulary: int | None = None,
 ) -> Prompts:
-    """The dataset of a split: `PromptDataset`, or the user's class in its place.
+    """The dataset class of the user, data.custom_cls, called as cls(files, tokenizer, data,
+    split=split).
 
-    A class of the user is called as cls(files, tokenizer, data, split=split). Its prompts too may
-    have no token that is not of `vocabulary`, where the model's is known.
+    Its prompts may have no token that is not of `vocabulary`, where the model's is known. Raises
+    PluginError.
     """
     custom = data.custom_cls
-    if custom.path is None:
-        return PromptDataset(
-            files,
-            tokenizer,
-            data,
-            split=split,
-            need_data_source=need_data_source,
-            vocabulary=vocabulary,
-        )
+    assert custom.path is not None
     if custom.name is None:
         raise PluginError("data.custom_cls.name: name the class in data.custom_cls.path")
     dataset = load_plugin(custom.path, custom.name)(files, tokenizer, data, split=split)
@@ -162,112 +179,3 @@ def _prompt_problem(prompt: Any, data: DataConfig, *, vocabulary: int) -> str | 
     if min(ids) < 0 or max(ids) >= vocabulary:
         return f"has token ids from {min(ids)} to {max(ids)}: there are {vocabulary}"
     return None
-
-
-def _load_rows(files: str | Sequence[str], data: DataConfig, split: Split, limit: int) -> list[Row]:
-    if is_tiny(files):
-        rows = [
-            Row(Path("tiny"), i, None, row) for i, row in enumerate(tiny_rows(split, data.seed))
-        ]
-    else:
-        rows = [row for path in find_files(files) for row in read_rows(path)]
-    return rows[:limit] if limit > 0 else rows
-
-
-def _warn_of_tools(rows: Sequence[Row]) -> None:
-    first = next((row for row in rows if row.values.get("tools") is not None), None)
-    if first is not None:
-        logger.warning(
-            "%s, column 'tools': not used, there are no tool calls in a rollout; a reward gets it "
-            "in extra_info, and data.apply_chat_template_kwargs.tools shows tools to the model",
-            first.where,
-        )
-
-
-def _tokenize(
-    rows: Sequence[Row],
-    samples: Sequence[Sample],
-    tokenizer: "PreTrainedTokenizerBase",
-    data: DataConfig,
-) -> list[list[int]]:
-    texts = [_render(*pair, tokenizer, data) for pair in zip(rows, samples, strict=True)]
-    tokenized = token_ids(tokenizer, [_without_middle(text, data) for text in texts])
-    for index, (text, ids) in enumerate(zip(texts, tokenized, strict=True)):
-        if text != _without_middle(text, data) and len(ids) <= 4 * data.max_prompt_length:
-            tokenized[index] = token_ids(tokenizer, [text])[0]
-    return tokenized
-
-
-def _without_middle(text: str, data: DataConfig) -> str:
-    """A text that is surely too long, cut: a line of 100 MB would be tokenized for minutes.
-
-    What truncation keeps stands in the rest, as many tokens from either end as fit.
-    """
-    end = CHARS_PER_TOKEN * data.max_prompt_length
-    return text if len(text) <= 2 * end else text[:end] + text[-end:]
-
-
-def _render(
-    row: Row, sample: Sample, tokenizer: "PreTrainedTokenizerBase", data: DataConfig
-) -> str:
-    options = {"add_generation_prompt": True, **data.apply_chat_template_kwargs}
-    try:
-        return render_chat(tokenizer, sample.messages, **options)
-    except InputError as error:
-        raise row.error(str(error), data.prompt_key) from error
-
-
-def _check_ids(
-    ids: list[int],
-    row: Row,
-    tokenizer: "PreTrainedTokenizerBase",
-    data: DataConfig,
-    vocabulary: int | None,
-) -> None:
-    """Raise DataError for a prompt that no engine could take."""
-    if not ids:
-        raise row.error("the tokenizer makes no token of it", data.prompt_key)
-    if vocabulary is not None and max(ids) >= vocabulary:
-        token = tokenizer.convert_ids_to_tokens(max(ids))
-        raise row.error(
-            f"its token {token!r} has the id {max(ids)}; the model has {vocabulary} ids only, the "
-            f"tokenizer {len(tokenizer)}: enlarge the model's embedding (transformers' "
-            "resize_token_embeddings), or use the model's own tokenizer (model.tokenizer_path)",
-            data.prompt_key,
-        )
-
-
-def _fit(ids: list[int], row: Row, data: DataConfig) -> list[int] | None:
-    """The ids within data.max_prompt_length; None = leave the prompt out."""
-    limit = data.max_prompt_length
-    if len(ids) <= limit:
-        return ids
-    if data.filter_overlong_prompts:
-        return None
-    match data.truncation:
-        case "left":
-            return ids[-limit:]
-        case "right":
-            return ids[:limit]
-        case "middle":
-            return ids[: limit // 2] + ids[-(limit - limit // 2) :]
-        case "error":
-            least = "at least " if len(ids) > 4 * limit else ""
-            raise row.error(
-                f"has {least}{len(ids)} tokens with the chat template, more than "
-                f"data.max_prompt_length = {limit}; raise it, or set "
-                "data.filter_overlong_prompts=true or data.truncation",
-                data.prompt_key,
-            )
-
-
-def _prompt(uid: int, ids: list[int], row: Row, sample: Sample) -> Prompt:
-    return Prompt(
-        uid=uid,
-        prompt_ids=ids,
-        data_source=sample.data_source,
-        ground_truth=sample.ground_truth,
-        extra_info=sample.extra_info,
-        messages=sample.messages,
-        where=row.where,
-    )

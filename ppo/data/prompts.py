@@ -2,14 +2,12 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ppo.config import Config
-from ppo.data.dataset import Prompt, Prompts, Split, build_dataset
+from ppo.data.dataset import Prompt, Prompts
 from ppo.data.sampler import PromptSampler
-from ppo.data.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:  # --check answers without the seconds that transformers takes
     from transformers import PreTrainedTokenizerBase
@@ -23,14 +21,14 @@ class PromptSets(NamedTuple):
 
     tokenizer: "PreTrainedTokenizerBase"
     train: Prompts
-    val: list[Prompt]
+    val: Prompts
     num_ids: int
     """ids from 0 on that tokenizer and model both have, where the model's are known"""
 
     def all(self) -> Iterator[Prompt]:
         """Training prompts, then validation prompts."""
-        yield from (self.train[index] for index in range(len(self.train)))
-        yield from self.val
+        for prompts in (self.train, self.val):
+            yield from (prompts[index] for index in range(len(prompts)))
 
     def sampler(self, config: Config) -> PromptSampler:
         """The order of the training prompts."""
@@ -43,38 +41,7 @@ class PromptSets(NamedTuple):
         )
 
 
-def load_prompts(
-    config: Config, tokenizer_folder: Path, *, vocabulary: int | None = None
-) -> PromptSets:
-    """Load the tokenizer and all prompts. Raises DataError, on every rank alike.
-
-    vocabulary: token ids of the model, where they are known; a prompt may have no other.
-    """
-    tokenizer = load_tokenizer(
-        tokenizer_folder,
-        trust_remote_code=config.model.trust_remote_code,
-        custom_chat_template=config.model.custom_chat_template,
-    )
-
-    def load(files: Sequence[str], split: Split) -> Prompts:
-        if not files:
-            return []
-        return build_dataset(
-            files,
-            tokenizer,
-            config.data,
-            split=split,
-            need_data_source=config.reward.uses_builtin,
-            vocabulary=vocabulary,
-        )
-
-    train = load(config.data.train_files, "train")
-    val = load(config.data.val_files, "val")
-    num_ids = _shared_ids(tokenizer, vocabulary)
-    return PromptSets(tokenizer, train, [val[index] for index in range(len(val))], num_ids)
-
-
-def _shared_ids(tokenizer: "PreTrainedTokenizerBase", vocabulary: int | None) -> int:
+def shared_ids(tokenizer: "PreTrainedTokenizerBase", vocabulary: int | None) -> int:
     """Ids from 0 on that the model has and the tokenizer's largest id covers."""
     known = set(tokenizer.get_vocab().values())
     number = min(max(known) + 1, vocabulary or sys.maxsize)

@@ -5,10 +5,10 @@ Owns epochs and batches. Must not know ranks: every rank draws the same global b
 
 import logging
 import random
-import zlib
+from array import array
 from typing import Any
 
-from ppo.data.dataset import Prompt, Prompts
+from ppo.data.dataset import Prompt, Prompts, facts_of
 from ppo.data.rows import DataError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class PromptSampler:
         self._shuffle = shuffle
         self._seed = seed
         self._drop_last = drop_last
-        self._checksum = _checksum(dataset)
+        self._checksum = facts_of(dataset).checksum
         self._position = 0  # prompts of the epoch that were drawn
         self._set_epoch(0)
         rest = len(dataset) % batch_size
@@ -115,16 +115,6 @@ class PromptSampler:
 
     def _set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        self._order = list(range(len(self._dataset)))
+        self._order = array("q", range(len(self._dataset)))
         if self._shuffle:
             random.Random(f"{self._seed}-{epoch}").shuffle(self._order)
-
-
-def _checksum(dataset: Prompts) -> int:
-    """CRC-32 of what the prompts ask and of their answers, in their order."""
-    checksum = 0
-    for index in range(len(dataset)):
-        prompt = dataset[index]
-        text = repr((prompt.messages, prompt.ground_truth))
-        checksum = zlib.crc32(text.encode("utf-8", "backslashreplace"), checksum)
-    return checksum

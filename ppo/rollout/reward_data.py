@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ppo.data.dataset import Prompt
+from ppo.data.dataset import Prompt, facts_of
 from ppo.data.prompts import PromptSets
 from ppo.rewards.contract import RewardError, RewardRequest
 from ppo.rewards.scorers import builtin
@@ -44,11 +44,13 @@ def check_truths(prompts: PromptSets, kwargs: Mapping[str, Any]) -> None:
 
 def warn_of_null_truths(prompts: PromptSets) -> None:
     """Say that some rows have no ground truth and others do: a function may not expect it."""
-    rows = list(prompts.all())
-    lacking = [prompt for prompt in rows if prompt.ground_truth is None]
-    if 0 < len(lacking) < len(rows):
-        where, counts = place(lacking[0]), (len(lacking), len(rows))
-        logger.warning("%s: the ground truth is null, as in %d of %d rows", where, *counts)
+    sets = [(rows, facts_of(rows)) for rows in (prompts.train, prompts.val)]
+    lacking = sum(facts.num_null_truths for _, facts in sets)
+    total = sum(facts.num_prompts for _, facts in sets)
+    if 0 < lacking < total:
+        rows, facts = next((rows, facts) for rows, facts in sets if facts.num_null_truths)
+        where = place(rows[facts.first_null_truth])
+        logger.warning("%s: the ground truth is null, as in %d of %d rows", where, lacking, total)
 
 
 def check_columns(columns: frozenset[str], prompts: PromptSets) -> None:
@@ -57,15 +59,22 @@ def check_columns(columns: frozenset[str], prompts: PromptSets) -> None:
     A row may lack what others of its data have: it gives null.
     """
     for name, rows in (("training", prompts.train), ("validation", prompts.val)):
-        found: set[str] = set()
-        for index in range(len(rows)):
-            found |= rows[index].extra_info.keys()
+        found = facts_of(rows).columns
         if len(rows) and columns - found:
             lacking = ", ".join(map(repr, sorted(columns - found)))
             raise RewardError(
                 f"reward.function: no column of the {name} data gives {lacking}, which it takes; "
                 f"there are {', '.join(sorted(found | {'ground_truth', 'data_source'}))}"
             )
+
+
+def first_requests(prompts: PromptSets) -> list[RewardRequest]:
+    """An empty response to the first prompt of each data source, training and validation."""
+    return [
+        reward_request(rows[index])
+        for rows in (prompts.train, prompts.val)
+        for index in facts_of(rows).first_of_source.values()
+    ]
 
 
 def place(prompt: Prompt) -> str:

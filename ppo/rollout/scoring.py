@@ -30,7 +30,7 @@ from ppo.rollout.reward_data import (
     check_truths,
     describe,
     describe_row,
-    reward_request,
+    first_requests,
     warn_of_null_truths,
 )
 from ppo.rollout.reward_model import RewardModel, build_reward_model, conversation_ids
@@ -262,7 +262,7 @@ def open_rewards(config: Config, run: Run, prompts: PromptSets) -> Iterator[Rewa
                     check_truths(prompts, config.reward.function.kwargs)
                 else:
                     warn_of_null_truths(prompts)
-                for warning in pool.probe(map(reward_request, prompts.all())):
+                for warning in pool.probe(first_requests(prompts)):
                     logger.warning("%s", warning)
             except RewardError as problem:
                 error = problem

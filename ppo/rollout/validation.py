@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ppo.data.dataset import Prompt
+from ppo.data.dataset import Prompts
 from ppo.metrics import Metrics
 from ppo.rollout.collector import Collector
 from ppo.rollout.samples import sample_rows, validation_metrics
@@ -19,7 +19,7 @@ from ppo.tracking.tracker import Tracker
 def validate(
     collector: Collector,
     scorer: Scorer,
-    prompts: Sequence[Prompt],
+    prompts: Prompts,
     tracker: Tracker,
     metrics: Metrics,
     *,
@@ -40,7 +40,7 @@ def validate(
 def sample_and_score(
     collector: Collector,
     scorer: Scorer,
-    prompts: Sequence[Prompt],
+    prompts: Prompts,
     *,
     step: int,
     keep: Callable[[Sequence[Mapping[str, Any]]], None],
@@ -55,12 +55,12 @@ def sample_and_score(
     """
     config, ignored = collector.config, Metrics()  # its times and rewards are not the step's
     n, size = config.rollout.val_kwargs.n, config.data.val_batch_size or len(prompts)
-    params = collector.validation_params(step)
+    params, numbers = collector.validation_params(step), range(len(prompts))
     with collector.awake(ignored):
-        batches = [
-            collector.sample(prompts[start : start + size], params, n, ignored, scorer.begin)
-            for start in range(0, len(prompts), size)
-        ]
+        batches = []
+        for start in numbers[::size]:
+            chunk = [prompts[number] for number in numbers[start : start + size]]
+            batches.append(collector.sample(chunk, params, n, ignored, scorer.begin))
     failure = None
     for samples in batches:
         if failure is not None:

@@ -14,7 +14,7 @@ from tokenizers import normalizers
 
 from ppo.config import CustomClassConfig, DataConfig
 from ppo.data.columns import check_data_files
-from ppo.data.dataset import Prompt, PromptDataset, build_dataset
+from ppo.data.dataset import Prompt, PromptDataset, custom_dataset
 from ppo.data.rows import DataError
 from ppo.data.sampler import PromptSampler
 from ppo.data.tokenizer import load_tokenizer
@@ -400,7 +400,7 @@ def test_a_dataset_class_of_the_user_replaces_ours(tmp_path):
 
     def build(name):
         custom = CustomClassConfig(path=str(source), name=name)
-        return build_dataset("f", TOKENIZER, data_config(custom_cls=custom), split="val")
+        return custom_dataset("f", TOKENIZER, data_config(custom_cls=custom), split="val")
 
     assert build("Mine")[0] == Prompt(0, [1], "val", None, {}, "f")
     for name, message in {
@@ -482,9 +482,9 @@ def test_a_token_that_the_model_does_not_have_is_named_by_file_row_and_token(tmp
     with pytest.raises(
         DataError, match=rf"a\.jsonl, row \d.*'prompt'.*the id \d+.*has {z} ids.* 512: enlarge"
     ):
-        build_dataset(path, TOKENIZER, data_config(), vocabulary=z)
-    highest = max(build_dataset(path, TOKENIZER, data_config())[1].prompt_ids)
-    assert len(build_dataset(path, TOKENIZER, data_config(), vocabulary=highest + 1)) == 2
+        PromptDataset(path, TOKENIZER, data_config(), vocabulary=z)
+    highest = max(PromptDataset(path, TOKENIZER, data_config())[1].prompt_ids)
+    assert len(PromptDataset(path, TOKENIZER, data_config(), vocabulary=highest + 1)) == 2
 
 
 def test_a_prompt_of_which_the_tokenizer_makes_nothing_is_named(tmp_path):
@@ -493,7 +493,7 @@ def test_a_prompt_of_which_the_tokenizer_makes_nothing_is_named(tmp_path):
     tokenizer.chat_template = "{{ messages[0].content }}"
     tokenizer.backend_tokenizer.normalizer = normalizers.Strip()  # pyright: ignore
     with pytest.raises(DataError, match=r"a\.jsonl, row 1 .*makes no token of it"):
-        build_dataset(path, tokenizer, data_config())
+        PromptDataset(path, tokenizer, data_config())
 
 
 def test_a_tokenizer_without_its_vocabulary_is_refused_at_load(tmp_path):

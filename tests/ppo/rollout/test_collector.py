@@ -20,7 +20,6 @@ from ppo.batch.samples import Samples
 from ppo.batch.shares import overview_of, share_out
 from ppo.config import load_config
 from ppo.data.dataset import Prompt
-from ppo.data.prompts import load_prompts
 from ppo.engines.contract import Completion, Completions, SamplingParams
 from ppo.errors import InputError
 from ppo.forward_passes import response_logprobs
@@ -35,6 +34,7 @@ from ppo.rollout.collector import (
     open_collector,
     warn_if_nothing_ends,
 )
+from ppo.rollout.prompts import load_prompts
 from ppo.rollout.scoring import Scorer
 from ppo.run.run import Run
 from sharding.mesh import build_mesh, init_distributed
@@ -141,7 +141,7 @@ def sampled_from(
     mesh = build_mesh(config.dims(1, 1), torch.device("cpu"))
     with Run(config, mesh, command=[]) as run:
         vocabulary = vocabulary_of(folder, config.model)
-        prompts = load_prompts(config, folder, vocabulary=vocabulary)
+        prompts = load_prompts(config, run, folder, vocabulary=vocabulary)
         module = build_causal_lm(
             folder,
             mesh,

@@ -1,0 +1,156 @@
+"""The prompts of a run, read once on every node.
+
+Owns who reads them, how the ranks of a node come to share them, and what is said meanwhile. Must
+not know how a row becomes a prompt.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from ppo.config import Config
+from ppo.data.dataset import PromptDataset, Prompts, custom_dataset
+from ppo.data.prompts import PromptSets, shared_ids
+from ppo.data.reading import Split, read_prompts
+from ppo.data.table import Table
+from ppo.data.tokenizer import load_tokenizer
+from ppo.errors import InputError
+from ppo.run.run import Run
+from sharding.agree import gather, raise_everywhere
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+STEP_S = 0.5
+"""seconds of work between two polls"""
+TELL_S = 30.0
+"""seconds between two lines of the log, where no terminal shows the bar"""
+
+
+def load_prompts(
+    config: Config, run: Run, tokenizer_folder: Path, *, vocabulary: int | None = None
+) -> PromptSets:
+    """The tokenizer, loaded by every rank, and the prompts, which one rank of each node reads.
+
+    Collective. A dataset class of the user is built by every rank.
+
+    Args:
+        vocabulary: token ids of the model, where they are known; a prompt may have no other.
+
+    Raises on all ranks:
+        InputError: tokenizer or data are not as they must be, or not the same on every node.
+        RuntimeError: a dataset class of the user raised something else.
+        StopRequested: a stop is requested.
+    """
+    tokenizer = _drive(
+        run,
+        _at_once(
+            lambda: load_tokenizer(
+                tokenizer_folder,
+                trust_remote_code=config.model.trust_remote_code,
+                custom_chat_template=config.model.custom_chat_template,
+            )
+        ),
+    )
+    train = _load(config, run, "train", tokenizer, vocabulary)
+    val = _load(config, run, "val", tokenizer, vocabulary) if config.data.val_files else []
+    return PromptSets(tokenizer, train, val, shared_ids(tokenizer, vocabulary))
+
+
+def _load(
+    config: Config,
+    run: Run,
+    split: Split,
+    tokenizer: "PreTrainedTokenizerBase",
+    vocabulary: int | None,
+) -> Prompts:
+    """The prompts of a split. Collective."""
+    data = config.data
+    files = data.train_files if split == "train" else data.val_files
+    if data.custom_cls.path is not None:
+
+        def build() -> Prompts:
+            prompts = custom_dataset(files, tokenizer, data, split=split, vocabulary=vocabulary)
+            if split == "train":
+                return prompts
+            return [prompts[index] for index in range(len(prompts))]  # the same at every validation
+
+        return _drive(run, _at_once(build))
+    steps = read_prompts(
+        files,
+        tokenizer,
+        data,
+        split=split,
+        need_data_source=config.reward.uses_builtin,
+        vocabulary=vocabulary,
+    )
+    return _read_once(run, steps, split)
+
+
+def _read_once(run: Run, steps: Generator[float, None, Table], split: Split) -> PromptDataset:
+    """The prompts that local rank 0 reads, mapped by each rank of its node. Collective."""
+    mesh, start = run.mesh, time.monotonic()
+    work = _paced(steps, split) if mesh.local_rank == 0 else _at_once(lambda: None)
+    mine = _drive(run, work, f"{split} prompts")
+    place = gather(mine and mine.place, mesh.node_group)[0]
+    assert place is not None
+    table = _drive(run, _at_once(lambda: mine or Table.at(place)))
+    facts = place.facts
+    told = gather((facts.num_prompts, facts.checksum), mesh.host_group)
+    if len(set(told)) > 1:
+        counts = ", ".join(str(count) for count, _ in told[:: mesh.dims.ranks_per_node])
+        raise InputError(
+            f"data.{split}_files: the nodes have different prompts under these names ({counts}): "
+            "every node must read the same files"
+        )
+    logger.info(
+        "%s data: %d prompts of %.0f tokens on average, read and tokenized in %.1f s",
+        *(split, facts.num_prompts, facts.num_tokens / facts.num_prompts),
+        time.monotonic() - start,
+    )
+    return PromptDataset.of(table)
+
+
+def _paced(steps: Generator[float, None, T], split: Split) -> Generator[float, None, T]:
+    """The same steps, but one for STEP_S seconds of them; how far they are goes into the log."""
+    yielded = told = time.monotonic()
+    while True:
+        try:
+            done = next(steps)
+        except StopIteration as end:
+            return end.value
+        now = time.monotonic()
+        if now - told >= TELL_S and not sys.stderr.isatty():
+            told = now
+            is_share = isinstance(done, float)
+            far = f"{done:.0%} tokenized" if is_share else f"{done} rows read"
+            logger.info("%s data: %s", split, far)
+        if now - yielded >= STEP_S:
+            yielded = now
+            yield done
+
+
+def _at_once(call: Callable[[], T]) -> Generator[float, None, T]:
+    """One step."""
+    return call()
+    yield 0.0
+
+
+def _drive(run: Run, steps: Generator[float, None, T], label: str = "") -> T:
+    """What the steps return here; an InputError of any rank is raised on all. Collective."""
+
+    def work() -> Generator[float, None, tuple[T | None, InputError | None]]:
+        try:
+            return (yield from steps), None
+        except InputError as error:
+            return None, error
+
+    result, error = run.drive(work(), label=label)
+    raise_everywhere(error, run.mesh.host_group, InputError, name_ranks=False)
+    return cast("T", result)
