@@ -39,7 +39,6 @@ from ppo.errors import InputError
 from ppo.estimators import estimate
 from ppo.forward_passes import response_logprobs, response_values
 from ppo.kl import KLController, kl_estimate, make_kl_controller, token_rewards
-from ppo.losses import effective_sample_size, rollout_ratios, rollout_weights
 from ppo.metrics import Metrics
 from ppo.models.build import vocabulary_of
 from ppo.models.folder import model_folder
@@ -55,7 +54,13 @@ from ppo.run.start import Launch, open_run
 from ppo.state import TrainState, find_start, load_models, open_checkpoints, save_checkpoint
 from ppo.step_metrics import EngineAlarm, perf_metrics, summarise_batch
 from ppo.tracking.tracker import Tracker
-from ppo.update import epoch_mini_batches, needs_old_logprobs, update_actor, update_critic
+from ppo.update import (
+    add_loss_weights,
+    epoch_mini_batches,
+    needs_old_logprobs,
+    update_actor,
+    update_critic,
+)
 
 logger = logging.getLogger("train_ppo")
 
@@ -257,24 +262,7 @@ def add_advantages(
     batch.advantages, batch.returns = estimate(batch, algorithm, ranks)
     if algorithm.needs.siblings:
         metrics.set("reward/alone", int(overview.alone.sum()))
-    correction = algorithm.rollout_correction
-    if correction.rollout_is is not None or correction.icepop is not None:
-        assert batch.old_logprobs is not None
-        logprobs = batch.old_logprobs, batch.rollout_logprobs
-        batch.loss_weights = rollout_weights(
-            *logprobs,
-            mask,
-            level=correction.rollout_is,
-            threshold=correction.rollout_is_threshold,
-            icepop=correction.icepop,
-        )
-        # of the weights before they are truncated: truncated ones never tell that engine and
-        # trainer have drifted apart
-        ratios = rollout_ratios(*logprobs, mask, level=correction.rollout_is or "token")
-        metrics.set("rollout_corr/is_mean", masked_mean(ratios, mask, ranks).item())
-        metrics.maximum("rollout_corr/is_max", ratios.max().item() if ratios.numel() else 0.0)
-        share = effective_sample_size(ratios, mask, ranks)
-        metrics.set("rollout_corr/eff_sample_size", share.item())
+    add_loss_weights(batch, config, metrics, ranks)
 
 
 @record

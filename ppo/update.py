@@ -11,13 +11,22 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from ppo.advantages import masked_mean
 from ppo.batch.packing import Batcher, MicroBatch
 from ppo.batch.samples import Overview, RolloutBatch, mini_batches
 from ppo.batch.shares import move, owners_of
 from ppo.config import ActorConfig, Config, CriticConfig
 from ppo.kl import kl_estimate
-from ppo.losses import rollout_probs_diff, token_weights, value_loss
+from ppo.losses import (
+    effective_sample_size,
+    rollout_probs_diff,
+    rollout_ratios,
+    rollout_weights,
+    token_weights,
+    value_loss,
+)
 from ppo.metrics import Metrics
 from ppo.models.learner import Learner
 from ppo.policy_losses import POLICY_LOSSES, PolicyInputs
@@ -61,6 +70,34 @@ def needs_old_logprobs(config: Config, num_mini_batches: int) -> bool:
         or correction.rollout_is is not None
         or correction.icepop is not None
     )
+
+
+def add_loss_weights(
+    batch: RolloutBatch, config: Config, metrics: Metrics, ranks: ProcessGroup | None = None
+) -> None:
+    """Weights against the mismatch of engine and trainer, where a correction is asked for.
+
+    ranks: that hold all rows once, whose statistics are logged; None: this one does. Collective.
+    """
+    correction, mask = config.algorithm.rollout_correction, batch.response_mask
+    if correction.rollout_is is None and correction.icepop is None:
+        return
+    assert batch.old_logprobs is not None
+    logprobs = batch.old_logprobs, batch.rollout_logprobs
+    batch.loss_weights = rollout_weights(
+        *logprobs,
+        mask,
+        level=correction.rollout_is,
+        threshold=correction.rollout_is_threshold,
+        icepop=correction.icepop,
+    )
+    # of the weights before they are truncated: truncated ones never tell that engine and
+    # trainer have drifted apart
+    ratios = rollout_ratios(*logprobs, mask, level=correction.rollout_is or "token")
+    metrics.set("rollout_corr/is_mean", masked_mean(ratios, mask, ranks).item())
+    metrics.maximum("rollout_corr/is_max", ratios.max().item() if ratios.numel() else 0.0)
+    share = effective_sample_size(ratios, mask, ranks)
+    metrics.set("rollout_corr/eff_sample_size", share.item())
 
 
 class _Update(NamedTuple):

@@ -42,8 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppo.forward_passes": {"ppo.batch", "ppo.metrics", "ppo.run", "sharding"},
     "ppo.estimators": {"ppo.advantages", "ppo.batch", "ppo.config"},
     "ppo.update": {
-        *("ppo.batch", "ppo.config", "ppo.kl", "ppo.losses", "ppo.metrics", "ppo.models"),
-        *("ppo.policy_losses",),
+        *("ppo.advantages", "ppo.batch", "ppo.config", "ppo.kl", "ppo.losses", "ppo.metrics"),
+        *("ppo.models", "ppo.policy_losses"),
     },
     "ppo.rollout": {
         *("ppo.batch", "ppo.config", "ppo.data", "ppo.engines", "ppo.errors", "ppo.files"),

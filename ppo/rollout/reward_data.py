@@ -90,7 +90,7 @@ def describe(prompt: Prompt, text: str, failure: str | None) -> str:
 
 def describe_row(row: Mapping[str, Any]) -> str:
     """The same of a sample that is a row of a samples file."""
-    where = f"prompt {row['uid']}"
+    where = row["where"] or f"prompt {row['uid']}"
     return "\n  ".join(_lines(where, row["data_source"], row["response"], row["ground_truth"]))
 
 

@@ -64,6 +64,7 @@ def _row(samples: Samples, index: int, length: int, reason: str) -> dict[str, An
         "finish_reason": reason,
         "response_length": length,
         "uid": prompt.uid,
+        "where": prompt.where,
     }
 
 
