@@ -48,8 +48,8 @@ def failed(run: Path, job: subprocess.Popen[str]) -> tuple[str, str]:
     _, said = job.communicate(timeout=150)
     status = read_status(run)
     assert job.returncode == 1 and status is not None and status["state"] == "failed", said
-    left = subprocess.run(["pgrep", "-f", str(run)], capture_output=True, text=True)
-    assert left.stdout == ""
+    left = subprocess.run(["pgrep", "-af", str(run)], capture_output=True, text=True)
+    assert left.stdout == "", left.stdout
     return status["reason"], said
 
 
@@ -58,7 +58,7 @@ def test_an_error_of_one_of_four_ranks_is_the_reason_in_every_phase(tmp_path, nu
     phase, rank = PHASES[number], number % 4
     run = tmp_path / "run"
     job = start(run, f"{rank}:{phase}:1:raise", "trainer.val_before_train=false", ranks=4)
-    wait_until(lambda: "rror" in said_by(run, rank) or job.poll() is not None, 120)
+    wait_until(lambda: "ERROR" in said_by(run, rank) or job.poll() is not None, 120)
     struck = time.monotonic()
     reason, said = failed(run, job)
     assert time.monotonic() - struck < 30
