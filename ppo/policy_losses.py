@@ -32,9 +32,18 @@ class PolicyKeys(Protocol):
     @property
     def clip_ratio_c(self) -> float: ...
     @property
+    def policy_loss(self) -> "ModeKeys": ...
+    @property
     def tau_pos(self) -> float: ...
     @property
     def tau_neg(self) -> float: ...
+
+
+class ModeKeys(Protocol):
+    """What losses read of the section actor.policy_loss."""
+
+    @property
+    def ppo_kl_coef(self) -> float: ...
 
 
 def _no_sequences(values: Tensor) -> Tensor:
@@ -50,6 +59,7 @@ class PolicyInputs(NamedTuple):
     keys: PolicyKeys
     sum_of_sequence: Callable[[Tensor], Tensor] = _no_sequences
     """[K] -> [K]: of all counted tokens of each token's sequence, on whatever ranks; no gradient"""
+    selected: Tensor | None = None  # bool, of SELECTING losses: tokens with a large covariance
 
     def difference(self) -> Tensor:
         """log pi - log pi_old of each token, without gradient where an input is not finite."""
@@ -179,6 +189,24 @@ def dppo_kl(inputs: PolicyInputs) -> PolicyOutputs:
     return _truncated(inputs, near)
 
 
+def clip_cov(inputs: PolicyInputs) -> PolicyOutputs:
+    """PPO's clip; selected tokens have no gradient (Clip-Cov, arXiv 2505.22617, section 4.2)."""
+    assert inputs.selected is not None
+    found = _clipped(_ratio(inputs.difference()), inputs.signed(), inputs.keys)
+    loss = torch.where(inputs.selected, 0.0, found.loss)
+    return PolicyOutputs(loss, {**found.metrics, "pg_covfrac": inputs.selected})
+
+
+def kl_cov(inputs: PolicyInputs) -> PolicyOutputs:
+    """-A r, and for selected tokens ppo_kl_coef |log r| more (KL-Cov, in the same section)."""
+    assert inputs.selected is not None
+    difference = inputs.difference()
+    penalty = inputs.keys.policy_loss.ppo_kl_coef * difference.abs()
+    loss = -inputs.signed() * _ratio(difference)
+    loss = loss + torch.where(inputs.selected, penalty, 0.0)
+    return PolicyOutputs(loss, {"pg_covfrac": inputs.selected})
+
+
 def _ratio(difference: Tensor) -> Tensor:
     return difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
@@ -211,4 +239,8 @@ POLICY_LOSSES: dict[str, Callable[[PolicyInputs], PolicyOutputs]] = {
     "geo_mean": geo_mean,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
 }
+SELECTING = ("clip_cov", "kl_cov")
+"""losses that treat some tokens of a mini-batch apart; ppo/selection.py says which"""

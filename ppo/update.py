@@ -29,7 +29,8 @@ from ppo.losses import (
 )
 from ppo.metrics import Metrics
 from ppo.models.learner import Learner
-from ppo.policy_losses import POLICY_LOSSES, PolicyInputs
+from ppo.policy_losses import POLICY_LOSSES, SELECTING, PolicyInputs
+from ppo.selection import covariances, largest, noise
 
 
 class Part(NamedTuple):
@@ -69,6 +70,7 @@ def needs_old_logprobs(config: Config, num_mini_batches: int) -> bool:
         or config.algorithm.use_kl_in_reward
         or correction.rollout_is is not None
         or correction.icepop is not None
+        or config.actor.policy_loss.loss_mode in SELECTING
     )
 
 
@@ -110,11 +112,18 @@ class _Update(NamedTuple):
     batcher: Batcher
     metrics: Metrics
 
-    def run(self, step: int, objective: "Callable[[_Update, nn.Module, Part], Tensor]") -> None:
+    def run(
+        self,
+        step: int,
+        objective: "Callable[[_Update, nn.Module, Part], Tensor]",
+        prepare: Callable[[Sequence[int], int], None] = lambda samples, epoch: None,
+    ) -> None:
         """All epochs and mini-batches: backward of the objectives, then one optimizer step.
 
         A mini-batch without a token that counts is left out, on every rank: momentum and weight
         decay would move the weights all the same.
+
+        prepare: called before each mini-batch with its samples and the epoch. Collective.
         """
         learner, metrics = self.learner, self.metrics
         overview, batcher = self.batch.all, self.batcher
@@ -131,6 +140,7 @@ class _Update(NamedTuple):
                     counted = overview.counted[samples]
                     if not counted.any():
                         continue
+                    prepare(samples, epoch)
                     for part in self.parts(plan, counted):
                         objective(self, module, part).backward()
                     metrics.add(f"{learner.name}/grad_norm", learner.step(), 1)
@@ -170,7 +180,13 @@ def update_actor(
     step: int,
 ) -> None:
     """PPO's policy update (arXiv 1707.06347, algorithm 1) over all epochs and mini-batches."""
-    _Update(actor, batch, config.actor, config, batcher, metrics).run(step, _policy_objective)
+    update = _Update(actor, batch, config.actor, config, batcher, metrics)
+    if config.actor.policy_loss.loss_mode in SELECTING:
+        ranks = batcher.mesh.dp_group
+        update.run(step, _policy_objective, partial(_select, batch, config, ranks, step))
+        batch.selected = None
+    else:
+        update.run(step, _policy_objective)
 
 
 def update_critic(
@@ -183,6 +199,34 @@ def update_critic(
 ) -> None:
     """Clipped value regression to the returns, over all epochs and mini-batches."""
     _Update(critic, batch, config.critic, config, batcher, metrics).run(step, _value_objective)
+
+
+def _select(
+    batch: RolloutBatch,
+    config: Config,
+    ranks: ProcessGroup,
+    step: int,
+    samples: Sequence[int],
+    epoch: int,
+) -> None:
+    """Tokens of a mini-batch that the loss treats apart, the same whatever rank has them.
+
+    By the old log-probs: choosing by those of the update would take a forward pass of its own.
+    """
+    assert batch.advantages is not None and batch.old_logprobs is not None
+    keys = config.actor.policy_loss
+    mask = batch.response_mask & torch.isin(batch.rows, torch.tensor(samples))[:, None]
+    found = covariances(batch.advantages, batch.old_logprobs, mask, ranks)
+    number = int(batch.all.counted[samples].sum())
+    if keys.loss_mode == "kl_cov":
+        count = max(1, int(keys.kl_cov_ratio * number))
+        batch.selected = largest(found, mask, count, ranks)
+        return
+    candidates = mask & (found > keys.clip_cov_lb) & (found < keys.clip_cov_ub)
+    key = (config.trainer.seed, step, epoch)
+    lots = noise(key, batch.rows.tolist(), mask.shape[1])
+    count = max(1, int(keys.clip_cov_ratio * number))
+    batch.selected = largest(lots, candidates, count, ranks)
 
 
 def _policy_objective(update: _Update, module: nn.Module, part: Part) -> Tensor:
@@ -205,6 +249,7 @@ def _policy_objective(update: _Update, module: nn.Module, part: Part) -> Tensor:
             micro.take(batch.advantages),
             keys=section,
             sum_of_sequence=partial(update.batcher.sum_of_sequence, micro),
+            selected=None if batch.selected is None else micro.take(batch.selected),
         )
     )
     per_token = policy.loss

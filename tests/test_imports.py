@@ -18,7 +18,10 @@ SOURCES = sorted(
 )
 # Who may import whom. A room is a folder of ppo/, or a file that lies flat in it; all of sharding/
 # is one. The maths knows itself alone: no config, no logger, no collective but through `group`.
-MATHS = {"ppo.advantages", "ppo.kl", "ppo.logprobs", "ppo.losses", "ppo.policy_losses"}
+MATHS = {
+    *("ppo.advantages", "ppo.kl", "ppo.logprobs", "ppo.losses", "ppo.policy_losses"),
+    "ppo.selection",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "ppo.errors": set(),
     "ppo.metrics": {"sharding"},
@@ -43,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppo.estimators": {"ppo.advantages", "ppo.batch", "ppo.config"},
     "ppo.update": {
         *("ppo.advantages", "ppo.batch", "ppo.config", "ppo.kl", "ppo.losses", "ppo.metrics"),
-        *("ppo.models", "ppo.policy_losses"),
+        *("ppo.models", "ppo.policy_losses", "ppo.selection"),
     },
     "ppo.rollout": {
         *("ppo.batch", "ppo.config", "ppo.data", "ppo.engines", "ppo.errors", "ppo.files"),

@@ -319,6 +319,7 @@ def test_the_weights_of_the_rollout_correction_are_logged_as_before_truncation(
 ELSEWHERE = {
     "memory_gib/PHASE": "on CUDA",
     "perf/max_memory_allocated_gb": "on CUDA",
+    "actor/pg_covfrac": "with loss_mode clip_cov or kl_cov",
     "perf/mfu/actor": "on a device whose peak is known",
     "perf/mfu/critic": "on a device whose peak is known",
     "reward/extra/NAME": "where the reward returns a dict",

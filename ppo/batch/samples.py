@@ -118,6 +118,7 @@ class RolloutBatch:
     advantages: Tensor | None = None  # [b, T]
     returns: Tensor | None = None  # [b, T]
     loss_weights: Tensor | None = None  # [b, T] rollout correction
+    selected: Tensor | None = None  # [b, T] bool, of the mini-batch that is computed
 
     def __len__(self) -> int:
         """b."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from ppo.batch.samples import RolloutBatch
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
+from ppo.selection import noise
 from tests.ppo.batches import make_batch
 from tests.ppo.models.hf_models import VOCAB
 
@@ -25,6 +26,7 @@ MINI_BATCHES = [range(20), range(20, 26)]
 SCALE = 80  # data.max_response_length, longer than any response
 TEMPERATURE, CLIP_LOW, CLIP_HIGH, CLIP_C, CLIP_VALUE = 0.8, 0.2, 0.28, 3.0, 0.5
 ENTROPY_COEFF, KL_LOSS_COEF = 0.05, 0.3
+COV_LOW, COV_HIGH, COV_SHARE, SEED = 0.0, 5.0, 0.15, 42
 
 
 def make_data() -> RolloutBatch:
@@ -119,6 +121,33 @@ def whole(sequences: list[list[Tensor]], mode: str) -> Tensor:
     }[mode]  # type: ignore[return-value]
 
 
+def chosen_tokens(loss_mode: str, batch: Any, part: range) -> set[tuple[int, int]]:
+    """Tokens of a mini-batch that Clip-Cov or KL-Cov treats apart."""
+    at = [(i, t) for i in part if not batch.all.failed[i] for t in range(RESPONSES[i])]
+    a = [batch.advantages[x].item() for x in at]
+    p = [batch.old_logprobs[x].item() for x in at]
+    mean_a, mean_p = sum(a) / len(a), sum(p) / len(p)
+    found = {x: (u - mean_a) * (v - mean_p) for x, u, v in zip(at, a, p, strict=True)}
+    if loss_mode == "kl_cov":
+        ranked = sorted(at, key=lambda x: -found[x])
+    else:
+        lots = {x: noise((SEED, 1, 0), [x[0]], x[1] + 1)[0, -1].item() for x in at}
+        inside = [x for x in at if COV_LOW < found[x] < COV_HIGH]
+        ranked = sorted(inside, key=lambda x: -lots[x])
+    return set(ranked[: int(COV_SHARE * len(at))])
+
+
+def one_token_of_covariance(
+    loss_mode: str, logprob: Tensor, batch: Any, at: tuple[int, int], is_chosen: bool
+) -> Tensor:
+    d = logprob - batch.old_logprobs[at]
+    advantage = batch.advantages[at].double()
+    if loss_mode == "kl_cov":
+        return -advantage * d.exp() + (0.1 * d.abs() if is_chosen else 0.0)
+    limited = d.exp().clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    return 0.0 * d if is_chosen else -min(d.exp() * advantage, limited * advantage)
+
+
 def tokens_of_sequence(
     loss_mode: str, outputs: Tensor, ids: Tensor, batch: Any, i: int
 ) -> list[tuple[Tensor, Tensor]]:
@@ -154,6 +183,7 @@ def reference(
     """Logged loss and gradients of one mini-batch."""
     indices = [i for i in part if not batch.all.failed[i] and RESPONSES[i]]
     ids, outputs = padded_forward(model, batch, indices)
+    chosen = chosen_tokens(loss_mode, batch, part)
     logged, complete = [], []
     for row, i in enumerate(indices):
         pairs = []
@@ -164,8 +194,21 @@ def reference(
                 pairs.append((one_token_of_value(output, batch, (i, t), seen),) * 2)
             else:
                 pairs.append(one_token_of_policy(output, token, batch, (i, t), regularised, seen))
-        if loss_mode != "vanilla":
+        if loss_mode in ("gspo", "geo_mean"):
             pairs = tokens_of_sequence(loss_mode, outputs[row], ids[row], batch, i)
+        elif loss_mode != "vanilla":
+            first = int(batch.prompt_lengths[i])
+            losses = [
+                one_token_of_covariance(
+                    loss_mode,
+                    outputs[row, first + t - 1, ids[row, first + t]],
+                    batch,
+                    (i, t),
+                    (i, t) in chosen,
+                )
+                for t in range(RESPONSES[i])
+            ]
+            pairs = [(loss, loss) for loss in losses]
         logged.append([pair[0] for pair in pairs])
         complete.append([pair[1] for pair in pairs])
     model.zero_grad()

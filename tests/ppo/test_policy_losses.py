@@ -41,7 +41,9 @@ class Problem(NamedTuple):
 
     def inputs(self, keys: ActorConfig) -> PolicyInputs:
         return PolicyInputs(
-            self.logprobs, self.old, self.advantages, keys, sum_of_sequence=self.sum_of_sequence
+            *(self.logprobs, self.old, self.advantages, keys),
+            sum_of_sequence=self.sum_of_sequence,
+            selected=torch.arange(len(self.old)) % 3 == 0,
         )
 
 
@@ -90,9 +92,17 @@ def test_a_loss_of_sequences_is_that_of_its_paper_with_the_mean_over_tokens(name
     assert metrics["pg_clipfrac"].any() == (spread == 0.5 or name == "geo_mean")
 
 
-def token_by_token(name: str, p: float, q: float, a: float) -> tuple[float, float]:
+def token_by_token(name: str, p: float, q: float, a: float, selected: bool) -> tuple[float, float]:
     """Loss and its derivative by log p of a token, with KEYS; p and q = now and before."""
     r = p / q
+    if name == "clip_cov":
+        held = (a > 0 and r > 1.3) or (a < 0 and r < 0.9)
+        free = 0.0 if held else -a * r
+        return (0.0, 0.0) if selected else (-a * min(max(r, 0.9), 1.3) if held else -a * r, free)
+    if name == "kl_cov":
+        d = math.log(r)
+        more = 0.1 if selected else 0.0
+        return -a * r + more * abs(d), -a * r + math.copysign(more, d)
     if name == "cispo":
         w = min(max(r, 0.9), 1.3)
         return -w * a * math.log(p), -w * a
@@ -111,13 +121,18 @@ def token_by_token(name: str, p: float, q: float, a: float) -> tuple[float, floa
     return -a * w * math.log(p), -a * w
 
 
-@pytest.mark.parametrize("name", ["cispo", "gpg", "sapo", "dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize(
+    "name", ["cispo", "gpg", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"]
+)
 def test_a_loss_of_tokens_and_its_gradient_are_those_worked_out_by_hand(name):
     given = problem(1.0)
     loss, metrics = POLICY_LOSSES[name](given.inputs(KEYS))
     (gradient,) = torch.autograd.grad(loss.sum(), given.logprobs)
     rows = zip(given.logprobs.detach().exp(), given.old.exp(), given.advantages, strict=True)
-    want = torch.tensor([token_by_token(name, *map(float, row)) for row in rows])
+    chosen = [i % 3 == 0 for i in range(len(given.old))]
+    want = torch.tensor(
+        [token_by_token(name, *map(float, row), s) for row, s in zip(rows, chosen, strict=True)]
+    )
     torch.testing.assert_close(torch.stack((loss, gradient), 1).detach(), want.double(), rtol=1e-5,
                                atol=1e-6)  # fmt: skip
     share = metrics.get("pg_clipfrac")

@@ -76,6 +76,8 @@ CASES = [
     Case(MODES[0], 2, True, 2, True, balance=False, regularised=True),
     Case(MODES[3], 4, True, 4, True, loss_mode="gspo"),
     Case(MODES[3], 2, True, 2, False, loss_mode="geo_mean"),
+    Case(MODES[0], 2, True, 4, True, loss_mode="kl_cov"),
+    Case(MODES[0], 1, False, 4, True, loss_mode="clip_cov"),
 ]
 
 
@@ -125,6 +127,11 @@ def config_of(case: Case) -> Config:
         "actor.fsdp.fsdp_size": case.fsdp_size,
         "actor.loss_agg_mode": case.mode,
         "actor.policy_loss.loss_mode": case.loss_mode,
+        "actor.policy_loss.kl_cov_ratio": plain.COV_SHARE,
+        "actor.policy_loss.clip_cov_ratio": plain.COV_SHARE,
+        "actor.policy_loss.clip_cov_lb": plain.COV_LOW,
+        "actor.policy_loss.clip_cov_ub": plain.COV_HIGH,
+        "trainer.seed": plain.SEED,
         "actor.clip_ratio_low": plain.CLIP_LOW,
         "actor.clip_ratio_high": plain.CLIP_HIGH,
         "actor.clip_ratio_c": plain.CLIP_C,

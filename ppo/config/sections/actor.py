@@ -33,7 +33,20 @@ LossAggMode = Literal[
     "seq-mean-token-sum-norm",
 ]
 KlLossKind = Literal[KlKind, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
-LossMode = Literal["vanilla", "gspo", "cispo", "sapo", "gpg", "geo_mean", "dppo_tv", "dppo_kl"]
+LossMode = Literal[
+    "vanilla",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gpg",
+    "geo_mean",
+    "dppo_tv",
+    "dppo_kl",
+    "clip_cov",
+    "kl_cov",
+]
+TokenShare = Annotated[float, Bound(gt=0, le=1, usual=(1e-5, 0.1))]
+CovarianceBound = Annotated[float, Bound(ge=-1e9, le=1e9, usual=(-100, 100))]
 ClipRatio = Annotated[float, Bound(gt=0, lt=1, usual=(1e-4, 0.5))]
 Threshold = Annotated[float, Bound(ge=1e-6, le=1e9, usual=(0.01, 1e9))]
 Epochs = Annotated[int, Bound(ge=1, le=1000, usual=(1, 20))]
@@ -59,7 +72,19 @@ class PolicyLossConfig(Section):
     """vanilla: PPO's clipped surrogate with the dual clip. gspo: clipped ratios of whole sequences.
     cispo: clipped importance weights. sapo: a smooth gate. gpg: the plain policy gradient. geo_mean
     (GMPO): the geometric mean of clipped ratios. dppo_tv, dppo_kl: without tokens whose probability
-    has moved too far. clip_ratio_low and clip_ratio_high are the bounds of each one's own clip"""
+    has moved too far. clip_cov: some tokens whose log-prob and advantage vary together have no
+    gradient. kl_cov: those that do most have a KL penalty. clip_ratio_low and clip_ratio_high are
+    the bounds of each one's own clip"""
+    clip_cov_ratio: TokenShare = 2e-4
+    """clip_cov: share of a mini-batch's tokens without gradient, drawn from those between"""
+    clip_cov_lb: CovarianceBound = 1.0
+    """this covariance"""
+    clip_cov_ub: CovarianceBound = 5.0
+    """and this one; of the old log-probs, so that choosing needs no forward pass"""
+    kl_cov_ratio: TokenShare = 2e-4
+    """kl_cov: share of a mini-batch's tokens with the penalty, those with the largest covariance"""
+    ppo_kl_coef: Coefficient = 0.1
+    """kl_cov: weight of the penalty, |log pi - log pi_old|"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -202,8 +202,7 @@ def test_a_key_of_another_trainer_whose_feature_is_missing_says_so():
     "override",
     ["model.lora_rank=8", "guards.preset=strict", "guards.rules=[]", "reward.normalize=true",
      "algorithm.filter_groups.enable=true", "trainer.alarms.memory=0.9",
-     "actor.kl_loss_type=full", "trainer.logger=[console, wandb]",
-     "actor.policy_loss.clip_cov_ratio=2e-4"],
+     "actor.kl_loss_type=full", "trainer.logger=[console, wandb]"],
 )  # fmt: skip
 def test_a_feature_that_is_not_built_is_refused_by_name(override):
     (found,) = problems(override)
