@@ -241,8 +241,9 @@ def test_under_torchrun_the_message_comes_once_and_no_rank_is_left(tmp_path):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    said, report = done.stderr, done.stderr.partition("Root Cause")[2]
-    assert said.count("trainer.save_frq") == 1 and "Traceback" not in report
-    assert "trainer.save_frq" in report and "did you mean trainer.save_freq?" in report
+    said, _, report = done.stderr.partition("Root Cause")
+    assert done.stderr.count("trainer.save_frq") == 1 and "Traceback" not in report
+    assert "trainer.save_frq" in said and "did you mean trainer.save_freq?" in said
+    assert "what is wrong stands above" in report
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
     assert left.stdout == ""

@@ -131,7 +131,10 @@ def test_a_loss_of_tokens_and_its_gradient_are_those_worked_out_by_hand(name):
     rows = zip(given.logprobs.detach().exp(), given.old.exp(), given.advantages, strict=True)
     chosen = [i % 3 == 0 for i in range(len(given.old))]
     want = torch.tensor(
-        [token_by_token(name, *map(float, row), s) for row, s in zip(rows, chosen, strict=True)]
+        [
+            token_by_token(name, p.item(), q.item(), a.item(), is_chosen)
+            for (p, q, a), is_chosen in zip(rows, chosen, strict=True)
+        ]
     )
     torch.testing.assert_close(torch.stack((loss, gradient), 1).detach(), want.double(), rtol=1e-5,
                                atol=1e-6)  # fmt: skip

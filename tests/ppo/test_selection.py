@@ -43,9 +43,9 @@ def test_noise_belongs_to_a_sample_whoever_draws_it():
 
 
 def choose(rank: int, world_size: int) -> torch.Tensor:
-    mine = [x[rank::world_size] for x in table()]
+    advantages, logprobs, mask = (x[rank::world_size] for x in table())
     group = dist.group.WORLD
-    return largest(covariances(*mine, group), mine[2], 4, group)
+    return largest(covariances(advantages, logprobs, mask, group), mask, 4, group)
 
 
 @pytest.mark.distributed
