@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A real model learns a real task with PPO, on this machine's CPU, with nothing installed before:
-# SmolLM2-135M-Instruct learns to add and subtract. About 10 minutes on 2 cores, installation included; no GPU, no hub.
+# SmolLM2-135M-Instruct learns to add and subtract. About 10 minutes on 2 cores with the
+# installation; no GPU, no hub.
 #
 #   bash launch/quickstart.sh [key.sub=value ...]
 #
