@@ -57,19 +57,15 @@ def generate(
     when an engine fails or a prompt is too long, on all ranks alike.
     """
     requests = make_requests(prompts, n)
-    lengths = [len(prompt.prompt_ids) for prompt in prompts]
-    expected = [length + params.max_new_tokens / 2 for length in lengths]
+    expected = [len(prompt.prompt_ids) + params.max_new_tokens / 2 for prompt in prompts]
     shares = spread(expected, n=n, replicas=run.mesh.dims.rollout_dp)
-    most = max(map(len, shares))
-    generation = engine.begin(params, longest_prompt=max(lengths), most=most)
-    try:
-        work = _serve(generation, requests, Queues(shares), run.mesh, listener)
-        together = engine.generates_together
-        finished = run.drive(work, label="generate", holds_collectives=together)
-        for name, value in generation.metrics().items():
-            metrics.add(name, value, 1)
-    finally:
-        generation.close()
+    finished, found = run.drive(
+        _serve(engine, params, requests, shares, run.mesh, listener),
+        label="generate",
+        holds_collectives=engine.generates_together,
+    )
+    for name, value in found.items():
+        metrics.add(name, value, 1)
     numbers = sorted(finished)
     return numbers, Completions.of([finished[number] for number in numbers])
 
@@ -123,19 +119,38 @@ class Queues:
 
 
 def _serve(
+    engine: Engine,
+    params: SamplingParams,
+    requests: Sequence[Request],
+    shares: Sequence[Sequence[int]],
+    mesh: Mesh,
+    listener: Listener,
+) -> Generator[float, None, tuple[dict[int, Completion], dict[str, float]]]:
+    """Begin, hand requests out until all have ended: what the engine made, on its leader, and its
+    metrics. Whatever fails on one rank fails in a step, and the poll behind it tells the others."""
+    longest = max(len(request.prompt_ids) for request in requests)
+    generation = engine.begin(params, longest_prompt=longest, most=max(map(len, shares)))
+    try:
+        yield 0.0
+        made = yield from _hand_out(generation, requests, Queues(shares), mesh, listener)
+        return made, generation.metrics()
+    finally:
+        generation.close()
+
+
+def _hand_out(
     generation: Generation,
     requests: Sequence[Request],
     queues: Queues,
     mesh: Mesh,
     listener: Listener,
 ) -> Generator[float, None, dict[int, Completion]]:
-    """Hand requests out until all have ended; what this rank's engine has made, on its leader."""
     number_of = {request.uid: number for number, request in enumerate(requests)}
     leads, mine = mesh.rollout_tp_rank == 0, mesh.rollout_dp_rank
     made: dict[int, Completion] = {}
     unfinished = 0
     while True:
-        # exchanges first: whatever fails after them is told by the poll that follows
+        # exchanges first: a rank that fails after them still comes to the poll that follows
         told = torch.zeros(mesh.dims.rollout_dp, 3, dtype=torch.long)
         if leads:
             told[mine] = torch.tensor([generation.room, unfinished, len(made)])
