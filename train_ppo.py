@@ -44,8 +44,9 @@ from ppo.models.build import vocabulary_of
 from ppo.models.folder import model_folder
 from ppo.models.roles import Models, build_models
 from ppo.rollout.collector import open_collector
+from ppo.rollout.logged_samples import log_samples
 from ppo.rollout.prompts import load_prompts
-from ppo.rollout.samples import kept_on_failure, log_samples
+from ppo.rollout.samples import kept_on_failure
 from ppo.rollout.scoring import build_scorer, open_rewards
 from ppo.rollout.validation import validate
 from ppo.run.run import Run, StopRequested
@@ -174,7 +175,7 @@ def train(config: Config, run: Run) -> None:
             values |= perf_metrics(values, batch, models.actor, models.critic, config, run.mesh)
             alarm.check(step, values)
             tracker.log(step, values)
-            log_samples(tracker, scorer, samples, batch.all, step)
+            log_samples(tracker, scorer, samples, batch, prompts.tokenizer, step)
             metrics = Metrics(run.mesh.device)  # the save's time goes into the next row
             if due(step, config.trainer.save_freq, total_steps):
                 save(metrics, values)

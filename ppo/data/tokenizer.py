@@ -1,6 +1,7 @@
 """The tokenizer of a run: loaded, with a chat template and a padding token, or a clear error.
 
-Also how a conversation becomes text and token ids, which prompts and the reward model share.
+Also how a conversation becomes text and token ids, which prompts and the reward model share, and
+the text of each token.
 """
 
 import logging
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LONGEST_CHARACTER = 4
+"""bytes, and so tokens at most, of a character in UTF-8"""
 PROBE = "Hello, world: 12 + 30 = 42"
 
 
@@ -105,3 +108,27 @@ def token_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> lis
     """
     encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)
     return encoded["input_ids"]  # pyright: ignore[reportReturnType]
+
+
+def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> list[str]:
+    """The text of each token, special ones by name; together they are the whole text.
+
+    A character of several tokens stands with the last of them, the others are empty.
+    """
+    texts: list[str] = []
+    waiting: list[int] = []
+    for token in ids:
+        waiting.append(token)
+        text = tokenizer.decode(waiting)
+        assert isinstance(text, str)
+        if text.endswith("\ufffd") and len(waiting) < LONGEST_CHARACTER:
+            texts.append("")
+            continue
+        name = tokenizer.convert_ids_to_tokens(waiting[0])
+        if isinstance(name, str) and name.startswith("\u2581") and not text.startswith(" "):
+            text = " " + text  # decoders of sentencepiece drop the space before a word
+        texts.append(text)
+        waiting = []
+    if waiting:
+        texts[-1] = str(tokenizer.decode(waiting))
+    return texts

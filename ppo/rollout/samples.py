@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import comb
 from operator import itemgetter
@@ -13,15 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch.distributed as dist
 
-from ppo.batch.samples import Overview, Samples
+from ppo.batch.samples import Samples
 from ppo.files import new_file
 from ppo.rollout.scoring import RewardsFailed, Scorer
 from ppo.tracking.tracker import Tracker
 from sharding.agree import gather_to_first
 from sharding.mesh import Mesh
 
-TRAIN_SAMPLES = 4
-"""training samples of each step that are kept as text"""
 NUMBERS = {
     "score": pa.float64(),
     **dict.fromkeys(("prompt_index", "sample", "response_length", "uid"), pa.int64()),
@@ -30,11 +28,11 @@ NUMBERS = {
 
 
 def sample_rows(
-    samples: Samples, mesh: Mesh, *, most: int | None = None
+    samples: Samples, mesh: Mesh, *, only: Collection[int] | None = None
 ) -> list[dict[str, Any]] | None:
     """JSON-able rows of the samples of all ranks, in order, on rank 0; None elsewhere. Collective.
 
-    most: the first so many alone.
+    only: numbers of those that are wanted; None = all.
     """
     completions = samples.completions
     found = [
@@ -43,7 +41,7 @@ def sample_rows(
             _row(samples, index, completions.lengths[index], completions.finish_reasons[index]),
         )
         for index, number in enumerate(samples.numbers)
-        if most is None or number < most
+        if only is None or number in only
     ]
     parts = gather_to_first(found, mesh.host_group)
     if parts is None:
@@ -66,21 +64,6 @@ def _row(samples: Samples, index: int, length: int, reason: str) -> dict[str, An
         "uid": prompt.uid,
         "where": prompt.where,
     }
-
-
-def log_samples(
-    tracker: Tracker, scorer: Scorer, samples: Samples, overview: Overview, step: int
-) -> None:
-    """A few training samples as text; lengths and scores as histograms; a warning if all agree.
-
-    Collective.
-    """
-    rows = sample_rows(samples, scorer.run.mesh, most=TRAIN_SAMPLES)
-    if rows is not None:
-        scorer.warn_of_equal_scores(overview, rows)
-        tracker.samples(step, rows, split="train", num_text=TRAIN_SAMPLES)
-        tracker.histogram(step, "response_length", overview.response_lengths.double().tolist())
-        tracker.histogram(step, "score", overview.scores[~overview.failed].tolist())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Where a step's numbers go: console line, metrics.jsonl, TensorBoard, samples as JSONL.
+"""Where a step's numbers go: console line, JSON lines, TensorBoard, samples.
 
 Owns formats and files under the run folder; writes on one rank only. Must not know how a number
 came about (ppo/metrics.py) or what it means.
@@ -6,18 +6,17 @@ came about (ppo/metrics.py) or what it means.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ppo.files import new_file, new_numbered
+from ppo.tracking.step_file import StepFile, json_line, lines_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -26,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 LARGEST_BIN = 1e20
 """TensorBoard's histograms end there"""
+NUM_BINS = 32
+"""of a line of histograms.jsonl"""
 _SAMPLES = re.compile(r"(?:train|val)_(\d{8,})\.jsonl")
 
 
@@ -47,8 +48,8 @@ class Tracker:
         self._writes_samples = enabled
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
-        self._waiting: list[bytes] = []
-        """rows of metrics.jsonl that could not be written yet"""
+        self._metrics = StepFile(folder / "metrics.jsonl")
+        self._histograms = StepFile(folder / "histograms.jsonl")
         self._said: set[str] = set()
 
     def __enter__(self) -> Tracker:
@@ -58,15 +59,17 @@ class Tracker:
         if self._writer is not None:
             with self._saying("tensorboard"):
                 self._writer.close()
-        if self._waiting:
-            self._append_rows()
-        if self._waiting:
-            logger.error("%s lacks the last %d rows", self.metrics_file, len(self._waiting))
+        for file in (self._metrics, self._histograms):
+            if file.waiting:
+                with self._saying(file.path.name):
+                    file.write_waiting()
+            if file.waiting:
+                logger.error("%s lacks the last %d rows", file.path, len(file.waiting))
 
     @property
     def metrics_file(self) -> Path:
         """One JSON object a step: {"step": 3, NAME: value, ...}; not finite values are null."""
-        return self._folder / "metrics.jsonl"
+        return self._metrics.path
 
     def truncate(self, after: int | None, *, keep: bool = False) -> None:
         """Forget what an earlier start wrote after a step; None forgets everything.
@@ -78,26 +81,27 @@ class Tracker:
             return
         last = -1 if after is None else after
         self._purge_step = last + 1
-        file = self.metrics_file
-        content = file.read_bytes() if file.exists() else b""
-        rows = list(_rows(content))
-        alien = [row.number for row in rows if row.step is None]
-        kept = [row.line for row in rows if row.step is not None and row.step <= last]
+        files = {file: list(lines_of(file.read())) for file in (self._metrics, self._histograms)}
+        alien = [(f, line) for f, lines in files.items() for line in lines if line.step is None]
+        is_later = any((line.step or 0) > last for lines in files.values() for line in lines)
         later = [path for path, step in self._sample_files() if step > last]
         aside = None
-        if alien or (keep and (len(kept) < len(rows) or later)):
+        if alien or (keep and (is_later or later)):
             aside = new_numbered(self._folder, "old")
-            if file.exists():
-                shutil.copy2(file, aside)
+            for file in files:
+                if file.path.exists():
+                    shutil.copy2(file.path, aside)
             what = f"metrics and samples after step {last}"
             if alien:
+                file, line = alien[0]
                 what = (
-                    f"{file}: row {alien[0]} is no step of a run and left out; the file as it was"
+                    f"{file.path}: row {line.number} is no step of a run and left out; the file as "
+                    "it was"
                 )
             logger.warning("%s: now in %s", what, aside)
-        if content != b"".join(kept):
-            with new_file(file) as beside:
-                beside.write_bytes(b"".join(kept))
+        for file, lines in files.items():
+            kept = [x.content for x in lines if x.step is not None and x.step <= last]
+            file.rewrite(b"".join(kept))
         for path in later:
             if keep and aside is not None:
                 (aside / "samples").mkdir(exist_ok=True)
@@ -117,28 +121,14 @@ class Tracker:
         if "console" in self._loggers:
             logger.info("%s", console_line(step, values))
         if "jsonl" in self._loggers:
-            row = {"step": step}
-            row |= {k: v if math.isfinite(v) else None for k, v in values.items()}
-            self._waiting.append(_json_line(row))
-            self._append_rows()
+            finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
+            with self._saying(self.metrics_file.name):
+                self._metrics.add({"step": step} | finite)
         with self._saying("tensorboard"):
             if writer := self._tensorboard():
                 for name, value in values.items():
                     writer.add_scalar(name, value, step)
                 writer.flush()
-
-    def _append_rows(self) -> None:
-        """Write the waiting rows, all or none."""
-        with self._saying(self.metrics_file.name):
-            with self.metrics_file.open("ab", buffering=0) as file:
-                size, rest = file.seek(0, os.SEEK_END), memoryview(b"".join(self._waiting))
-                try:
-                    while rest:
-                        rest = rest[file.write(rest) :]
-                except OSError:
-                    file.truncate(size)  # half a row would be glued to the next one
-                    raise
-            self._waiting.clear()
 
     @contextmanager
     def _saying(self, what: str) -> Iterator[None]:
@@ -167,15 +157,19 @@ class Tracker:
             self._saying("samples"),
             new_file(self._folder / "samples" / f"{split}_{step:08d}.jsonl") as beside,
         ):
-            beside.write_bytes(b"".join(map(_json_line, rows)))
+            beside.write_bytes(b"".join(map(json_line, rows)))
         with self._saying("tensorboard"):
             if num_text and (writer := self._tensorboard()):
                 text = "\n\n---\n\n".join(_as_markdown(row) for row in rows[:num_text])
                 writer.add_text(f"samples/{split}", text.encode("utf-8", "replace").decode(), step)
 
     def histogram(self, step: int, name: str, values: Sequence[float]) -> None:
-        """Write a distribution to TensorBoard; values that its bins do not hold are left out."""
+        """Write a distribution to histograms.jsonl and TensorBoard, without values beyond
+        LARGEST_BIN."""
         finite = [value for value in values if abs(value) < LARGEST_BIN]
+        if finite and "jsonl" in self._loggers:
+            with self._saying(self._histograms.path.name):
+                self._histograms.add({"step": step, "name": name} | counted(finite))
         with self._saying("tensorboard"):
             if finite and (writer := self._tensorboard()):
                 import numpy as np
@@ -190,6 +184,15 @@ class Tracker:
                 str(self._folder / "tensorboard"), purge_step=self._purge_step
             )
         return self._writer
+
+
+def counted(values: Sequence[float]) -> dict[str, Any]:
+    """{"low", "high", "counts"}: how many lie in each of NUM_BINS equal bins between both."""
+    low, high, counts = min(values), max(values), [0] * NUM_BINS
+    width = (high - low) / NUM_BINS or 1.0
+    for value in values:
+        counts[min(NUM_BINS - 1, int((value - low) / width))] += 1
+    return {"low": low, "high": high, "counts": counts}
 
 
 def console_line(step: int, values: Mapping[str, float]) -> str:
@@ -219,37 +222,6 @@ def console_line(step: int, values: Mapping[str, float]) -> str:
     if "perf/max_memory_allocated_gb" in values:
         parts.append(f"{values['perf/max_memory_allocated_gb']:.1f} GiB")
     return " | ".join(parts)
-
-
-class _Row(NamedTuple):
-    number: int
-    """from 1"""
-    line: bytes
-    step: int | None
-    """None: no row of ours"""
-
-
-def _rows(content: bytes) -> Iterator[_Row]:
-    """The rows of metrics.jsonl, but for a last one that a crash has cut off."""
-    for number, line in enumerate(content.splitlines(keepends=True), 1):
-        try:
-            row = json.loads(line)
-            step = row["step"] if isinstance(row, dict) else None
-        except (ValueError, KeyError, RecursionError):
-            step = None
-        step = step if type(step) is int else None
-        if line.endswith(b"\n"):
-            yield _Row(number, line, step)
-        elif step is not None:
-            yield _Row(number, line + b"\n", step)
-
-
-def _json_line(row: Mapping[str, Any]) -> bytes:
-    """One line of JSON; half of a surrogate pair, which UTF-8 does not know, is escaped."""
-    try:
-        return json.dumps(dict(row), ensure_ascii=False, default=str).encode() + b"\n"
-    except UnicodeEncodeError:
-        return json.dumps(dict(row), default=str).encode() + b"\n"
 
 
 def _as_markdown(row: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ppo.batch.samples import Samples
-from ppo.batch.shares import overview_of
+from ppo.batch.shares import overview_of, share_out
 from ppo.config import load_config
 from ppo.data.dataset import Prompt
 from ppo.data.prompts import PromptSets
@@ -20,7 +20,8 @@ from ppo.metrics import Metrics
 from ppo.models.tiny import build_tiny_tokenizer
 from ppo.rewards.contract import RewardError
 from ppo.rollout.reward_data import check_columns, check_truths, warn_of_null_truths
-from ppo.rollout.samples import kept_on_failure, log_samples, sample_rows
+from ppo.rollout.logged_samples import log_samples
+from ppo.rollout.samples import kept_on_failure, sample_rows
 from ppo.rollout.scoring import RewardsFailed, Scorer, open_rewards
 from ppo.run.run import Run
 from ppo.tracking.tracker import Tracker
@@ -136,8 +137,9 @@ def test_equal_scores_of_a_whole_step_are_said_when_they_begin(tmp_path, caplog)
         for step, texts in enumerate(steps, start=1):
             samples = samples_of(texts, **source)
             scorer.score(samples, Metrics())
-            overview, _ = overview_of(samples, scorer.run.mesh)
-            log_samples(tracker, scorer, samples, overview, step)
+            overview, holders = overview_of(samples, scorer.run.mesh)
+            batch = share_out(samples, overview, holders, holders, scorer.run.mesh)
+            log_samples(tracker, scorer, samples, batch, TOKENIZER, step)
             said.append([message for message in caplog.messages if "all scores" in message])
     assert [len(messages) for messages in said] == [1, 1, 1, 2]
     assert "are 0: nothing can be learned" in said[0][0]
