@@ -50,9 +50,9 @@ def test_each_rank_gives_the_values_of_its_own_rows() -> None:
     parts = [_token_details(rows_here(batch, 2, rank), {0, 1, 2}, TOKENIZER) for rank in (0, 1)]
     assert sorted(parts[0]) == [0, 2] and sorted(parts[1]) == [1]
     found = parts[0] | parts[1]
-    assert found[0] == {"text": ["b", "c", "d"], "advantage": [0.1, 0.2, 0.3], "kl": [0.5, 0, -0.5]}
-    assert found[1] == {"text": ["e"], "advantage": [1.0], "kl": [2.0]}
-    assert found[2] == {"text": ["f", "g"], "advantage": [-2.0, -3.0], "kl": [0.0, 0.0]}
+    assert found[0] == {"text": ["a", "b", "c"], "advantage": [0.1, 0.2, 0.3], "kl": [0.5, 0, -0.5]}
+    assert found[1] == {"text": ["d"], "advantage": [1.0], "kl": [2.0]}
+    assert found[2] == {"text": ["e", "f"], "advantage": [-2.0, -3.0], "kl": [0.0, 0.0]}
     assert _token_details(batch, set(), TOKENIZER) == {}
 
 

@@ -19,8 +19,8 @@ from ppo.engines.contract import Completion
 from ppo.metrics import Metrics
 from ppo.models.tiny import build_tiny_tokenizer
 from ppo.rewards.contract import RewardError
-from ppo.rollout.reward_data import check_columns, check_truths, warn_of_null_truths
 from ppo.rollout.logged_samples import log_samples
+from ppo.rollout.reward_data import check_columns, check_truths, warn_of_null_truths
 from ppo.rollout.samples import kept_on_failure, sample_rows
 from ppo.rollout.scoring import RewardsFailed, Scorer, open_rewards
 from ppo.run.run import Run
