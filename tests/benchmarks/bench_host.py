@@ -35,7 +35,7 @@ from ppo.kl import make_kl_controller
 from ppo.metrics import Metrics
 from ppo.models.tiny import build_tiny_tokenizer
 from ppo.step_metrics import summarise_batch
-from ppo.update import Part, _Update, epoch_mini_batches
+from ppo.update.steps import Part, _Update, epoch_mini_batches
 from sharding.mesh import Mesh, ParallelDims
 from sharding.partition import Budget
 
