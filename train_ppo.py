@@ -45,7 +45,7 @@ from ppo.models.folder import model_folder
 from ppo.models.roles import Models, build_models
 from ppo.rollout.collector import open_collector
 from ppo.rollout.logged_samples import log_samples
-from ppo.rollout.prompts import load_prompts
+from ppo.rollout.prompts import check_tokenizer_of_ref, load_prompts
 from ppo.rollout.samples import kept_on_failure
 from ppo.rollout.scoring import build_scorer, open_rewards
 from ppo.rollout.validation import validate
@@ -76,6 +76,7 @@ def train(config: Config, run: Run) -> None:
             model_folder(config.model.tokenizer_path, run.mesh, run.dir),
             vocabulary=vocabulary_of(folder, config.model),
         )
+        check_tokenizer_of_ref(config, run, prompts)
         sampler = prompts.sampler(config)
         total_steps = total_steps_of(config, sampler)
         checkpoints = owned.enter_context(open_checkpoints(config, run, prompts))
@@ -251,7 +252,7 @@ def add_advantages(
     if batch.ref_logprobs is not None and batch.old_logprobs is not None and overview.counted.any():
         k3 = kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k3")
         metrics.set("actor/ref_kl", masked_mean(k3, mask, ranks).item())
-        if algorithm.use_kl_in_reward:
+        if algorithm.charges_kl:
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.kl_penalty)
     scores = overview.scores[batch.rows]
     batch.rewards = token_rewards(scores, kl, mask, kl_coef=controller.value)

@@ -132,6 +132,23 @@ def rloo(scores: Tensor, group_ids: Tensor) -> Tensor:
     return (scale * (exact - groups.mean(exact))).to(at_least_float32(scores).dtype)
 
 
+def opd(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """On-policy distillation: how much likelier the teacher finds each token, [B, T] -> [B, T].
+
+    -(log pi_old - log pi_ref), the reverse KL's sample at each token as its reward, undiscounted
+    and not summed over what follows (K. Lu, "On-Policy Distillation", Thinking Machines, 2025).
+
+    Args:
+        old_logprobs, ref_logprobs: [B, T], of policy and teacher.
+        mask: bool [B, T].
+
+    Returns:
+        [B, T], 0 where `mask` is False.
+    """
+    difference = at_least_float32(ref_logprobs) - at_least_float32(old_logprobs)
+    return torch.where(mask, difference, 0.0)
+
+
 def opo(scores: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
     """Score minus the length-weighted mean of the prompt's sequences (OPO, arXiv 2505.23585).
 

@@ -28,6 +28,8 @@ class Samples(NamedTuple):
     rewards: Tensor  # [b, T] per token, KL penalty included
     mask: Tensor  # [b, T] bool
     values: Tensor | None  # [b, T] with a critic
+    old_logprobs: Tensor | None  # [b, T] where the step has computed them
+    ref_logprobs: Tensor | None  # [b, T] with a reference
     ranks: ProcessGroup | None  # that hold all of them together; None: this one does
 
 
@@ -69,12 +71,18 @@ def estimate(
         here=(used.cumsum(0) - 1)[batch.rows][own],
         rewards=batch.rewards[own],
         mask=batch.response_mask[own],
-        values=None if batch.values is None else batch.values[own],
+        values=_own(batch.values, own),
+        old_logprobs=_own(batch.old_logprobs, own),
+        ref_logprobs=_own(batch.ref_logprobs, own),
         ranks=ranks,
     )
     found = ESTIMATORS[algorithm.adv_estimator](samples, algorithm)
     returns = None if found.returns is None else _spread(found.returns, own)
     return Estimate(_spread(found.advantages, own), returns)
+
+
+def _own(x: Tensor | None, used: Tensor) -> Tensor | None:
+    return None if x is None else x[used]
 
 
 def _spread(x: Tensor, used: Tensor) -> Tensor:
@@ -128,6 +136,16 @@ def _remax(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
     return Estimate(formulas.remax(samples.rewards, greedy, samples.mask))
 
 
+def _opd(samples: Samples, algorithm: AlgorithmConfig) -> Estimate:
+    assert samples.old_logprobs is not None and samples.ref_logprobs is not None
+    found = formulas.opd(samples.old_logprobs, samples.ref_logprobs, samples.mask)
+    if algorithm.opd_reward_weight != 0:
+        centred = formulas.grpo(samples.scores, samples.groups, norm_by_std=False)
+        reward = _at_every_token(centred, samples).advantages
+        found = found + algorithm.opd_reward_weight * reward
+    return Estimate(found)
+
+
 def _at_every_token(per_sequence: Tensor, samples: Samples) -> Estimate:
     """[B] -> [b, T], 0 outside the mask."""
     return Estimate(per_sequence[samples.here][:, None] * samples.mask)
@@ -141,4 +159,5 @@ ESTIMATORS: dict[AdvEstimator, Callable[[Samples, AlgorithmConfig], Estimate]] =
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
     "remax": _remax,
     "opo": _opo,
+    "opd": _opd,
 }

@@ -74,8 +74,9 @@ def summarise_batch(batch: RolloutBatch, batcher: Batcher, metrics: Metrics) -> 
     _spread_of_all(metrics, "response_length", overview.response_lengths)
     metrics.set("response_length/clip_ratio", overview.cut.double().mean().item())
     _spread_of_all(metrics, "prompt_length", overview.prompt_lengths)
-    _spread_of_all(metrics, "critic/score", overview.scores[~overview.failed])
-    if batch.rewards is not None:
+    if overview.are_scored:
+        _spread_of_all(metrics, "critic/score", overview.scores[~overview.failed])
+    if batch.rewards is not None and overview.are_scored:
         failed = overview.failed[batch.rows]
         _spread(metrics, "critic/rewards", batch.rewards.sum(-1)[~failed])
     for name in ("advantages", "returns", "values"):

@@ -85,6 +85,30 @@ def test_what_only_a_run_can_find_is_said_once_and_without_a_traceback(run_main,
     assert len(said) == 1, err
 
 
+def test_a_teacher_that_reads_other_tokens_or_fewer_is_refused(run_main, tmp_path):
+    opd = ("algorithm.adv_estimator=opd", "data.val_files=[]")
+    code, err = run_main(*opd)
+    assert code == 2 and "ref.model.path" in err and "another model with the same tokenizer" in err
+
+    def refused(name: str, file: str, old: str, new: str, *more: str) -> str:
+        folder = build_tiny_model(tmp_path / name, seed=1)
+        text = (folder / file).read_text()
+        assert old in text
+        (folder / file).write_text(text.replace(old, new))
+        code, err = run_main(*opd, f"ref.model.path={folder}", *more)
+        assert code == 2 and "Traceback" not in err and f"{folder}" in err
+        return err
+
+    err = refused("tokens", "tokenizer.json", "<|user|>", "<|human|>")
+    assert "1 of 512 ids differ: 259 is '<|user|>' here and '<|human|>' there" in err
+    # found without a run where both files are here
+    student = build_tiny_model(tmp_path / "student")
+    err = refused("again", "tokenizer.json", "<|user|>", "<|human|>", f"model.path={student}")
+    assert err.startswith("configuration: 1 problem") and "'<|human|>' there" in err
+    err = refused("fewer", "config.json", '"vocab_size": 512', '"vocab_size": 500')
+    assert "it has 500 ids" in err and "512" in err
+
+
 def test_an_option_without_effect_is_said_by_a_run_too(run_main):
     code, err = run_main("rollout.engine_kwargs.a=1", "data.train_max_samples=5")
     assert code == 2 and "rollout.engine_kwargs has no effect" in err

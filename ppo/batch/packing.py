@@ -206,7 +206,7 @@ def make_batchers(config: Config, mesh: Mesh, models: Models) -> Batchers:
         critic=batcher(
             models.critic or models.actor, tokens=critic.ppo_max_token_len_per_gpu, section=critic
         ),
-        ref=batcher(models.actor, tokens=config.ref.log_prob_max_token_len_per_gpu),
+        ref=batcher(models.ref or models.actor, tokens=config.ref.log_prob_max_token_len_per_gpu),
     )
 
 

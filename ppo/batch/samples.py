@@ -36,6 +36,7 @@ class Samples:
     scores: Tensor = field(init=False)  # [b] float32, from the rewards
     failed: Tensor = field(init=False)  # [b] bool, the reward raised, timed out, was not finite
     failures: list[str | None] = field(init=False)  # b, what went wrong with a failed sample's
+    are_scored: bool = True  # false: nothing scores, all scores are 0
     components: list[dict[str, float]] = field(init=False)
     """b, what the score is made of: function, model, extra/NAME"""
     scores_to_come: Any = None  # of samples that are being scored since they were made
@@ -73,6 +74,7 @@ class Overview:
     failed: Tensor  # [B] bool
     cut: Tensor  # [B] bool, the response ended by its length
     greedy_scores: Tensor | None = None  # [prompts] of the greedy responses, where sampled
+    are_scored: bool = True  # false: nothing scores, all scores are 0
 
     def __len__(self) -> int:
         """B."""

@@ -53,6 +53,7 @@ def overview_of(samples: Samples, mesh: Mesh) -> tuple[Overview, Tensor]:
         failed=failed.bool(),
         cut=cut.bool(),
         greedy_scores=samples.greedy_scores,
+        are_scored=samples.are_scored,
     )
     return overview, holders.long()
 

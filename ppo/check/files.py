@@ -14,6 +14,7 @@ from typing import Any
 from ppo.config import ENGINE_TRAITS, Config, Problem, RolloutConfig
 from ppo.data.columns import CHARS_PER_TOKEN, QUICK_ROWS, check_data_files, parse_row
 from ppo.data.rows import DataError, find_files, read_rows
+from ppo.data.tokenizer import token_difference
 from ppo.model_shapes import config_json, file_of_model
 from ppo.plugin import PluginError, parse_plugin
 from ppo.rewards.contract import Function, RewardError
@@ -53,7 +54,7 @@ def wrong_contents(config: Config) -> list[Problem]:
         files = [f for f in getattr(config.data, name) if f == "tiny" or _found(f) is None]
         try:
             if files:
-                check_data_files(files, config.data, need_data_source=config.reward.uses_builtin)
+                check_data_files(files, config.data, need_data_source=config.uses_builtin)
         except DataError as error:
             found.append(Problem(f"data.{name}", None, str(error)))
     custom = config.data.custom_cls
@@ -67,7 +68,27 @@ def wrong_contents(config: Config) -> list[Problem]:
             check_function(function)
         except RewardError as error:
             found.append(Problem("reward.function.path", function.path, str(error)))
-    return found
+    return [*found, *_tokens_of_ref(config)]
+
+
+def _tokens_of_ref(config: Config) -> Iterator[Problem]:
+    """Another model as reference whose tokenizer is here, and another one than the actor's."""
+    role = config.models.get("ref")
+    if role is None or role.path == config.model.path:
+        return
+    files = [file_of_model(p, "tokenizer.json") for p in (config.model.tokenizer_path, role.path)]
+    if None in files or files[0] == files[1]:
+        return
+    from tokenizers import Tokenizer  # a tenth of a second; transformers would take five
+
+    try:
+        own, other = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
+    except Exception:  # it raises nothing more specific; a run says which file it is
+        return
+    difference = token_difference(own, other, max(own.values(), default=-1) + 1)
+    if difference is not None:
+        rule = f"its tokenizer is not that of {config.model.tokenizer_path}: {difference}"
+        yield Problem(role.path_key, role.path, rule, "use a model with the same tokenizer")
 
 
 def _functions(config: Config) -> list[Function]:

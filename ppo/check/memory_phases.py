@@ -244,10 +244,15 @@ def _reward_model(plan: Plan) -> Iterator[Item]:
     yield from _forward_only(plan, plan.model("reward model"), budget)
 
 
-def _log_probs(plan: Plan) -> Iterator[Item]:
-    """The forward-only pass that holds most: of the reference where there is one."""
-    model = plan.model("ref" if "ref" in plan.config.models else "actor")
-    yield from _forward_only(plan, model, plan.config.ref.log_prob_max_token_len_per_gpu)
+def _log_probs(plan: Plan) -> list[Item]:
+    """The forward-only pass that holds most: of the reference where there is one, which may be
+    smaller than the actor."""
+    config = plan.config
+    budgets = {"actor": micro_tokens(plan, config.actor)}
+    if "ref" in config.models:
+        budgets["ref"] = config.ref.log_prob_max_token_len_per_gpu
+    passes = [list(_forward_only(plan, plan.model(name), n)) for name, n in budgets.items()]
+    return max(passes, key=total)
 
 
 def _forward_only(plan: Plan, model: ShardedModel, budget: int) -> Iterator[Item]:

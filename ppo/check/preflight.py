@@ -104,19 +104,22 @@ def find_models(config: Config) -> Models:
             models.problems.append(Problem(role.path_key, role.path, str(error)))
             continue
         if found is None:
-            models.lines.extend(_unknown(role))
+            models.lines.extend(_unknown(role) if not _is_the_actors(role, config) else ())
             continue
         models.shapes[role.name], source = found
-        size = f", {count(found[0].num_params)} parameters" if role.name == "actor" else ""
-        if role.name != "ref":  # it is the actor's
-            models.lines.append(f"{role.name}: {role.path}{size} ({source})")
+        of_lm = f", {count(found[0].num_params)} parameters" if role.has_logits else ""
+        if not _is_the_actors(role, config):
+            models.lines.append(f"{role.name}: {role.path}{of_lm} ({source})")
     return models
+
+
+def _is_the_actors(role: ModelRole, config: Config) -> bool:
+    """Whether it is the reference, and the model that training begins with."""
+    return role.name == "ref" and role.path == config.model.path
 
 
 def _unknown(role: ModelRole) -> Iterator[str]:
     """What to do about a model whose sizes are not known here."""
-    if role.name == "ref":
-        return
     yield f"{role.name}: {role.path}: its sizes are not known here, so memory is not checked"
     elsewhere = "or add its sizes to configs/model_shapes.yaml"
     if is_hub_name(role.path):

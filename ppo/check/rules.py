@@ -137,6 +137,13 @@ def _estimator(config: Config) -> Iterator[Problem]:
             f"algorithm.adv_estimator {estimator} compares the responses of a prompt",
             "use rollout.n=8 or so",
         )
+    if needs.teacher and config.ref.model.path == config.model.path:
+        yield Problem(
+            "ref.model.path",
+            config.ref.model.path,
+            f"algorithm.adv_estimator {estimator} learns from a teacher, and this is model.path",
+            "name another model with the same tokenizer",
+        )
     if config.rollout.temperature == 0 and not config.trainer.val_only:
         yield Problem(
             "rollout.temperature",
@@ -231,12 +238,12 @@ def _rewards(config: Config) -> Iterator[Problem]:
             "name a sequence classification model with one label",
         )
     counts = {
-        "function": config.reward.uses_function
+        "function": config.uses_function
         and weights.function != 0
         and any(function.weight for function in functions),
         "model": model.enable and weights.model != 0,
     }
-    if not any(counts.values()):
+    if config.algorithm.needs_reward and not any(counts.values()):
         yield Problem("reward.weights", None, "every score has weight 0: nothing is rewarded")
 
 

@@ -95,17 +95,22 @@ def _algorithm(config: Config) -> Iterator[str]:
         unread = key not in algorithm.needs.keys
         if unread and getattr(algorithm, key) != getattr(default, key):
             yield f"algorithm.{key} has no effect with adv_estimator {estimator}"
-    if algorithm.use_kl_in_reward and config.actor.use_kl_loss:
+    if algorithm.charges_kl and config.actor.use_kl_loss:
         yield "algorithm.use_kl_in_reward and actor.use_kl_loss: the KL penalty counts twice"
-    if algorithm.use_kl_in_reward and control.type == "fixed" and control.kl_coef == 0:
+    if algorithm.charges_kl and control.type == "fixed" and control.kl_coef == 0:
         yield (
             "algorithm.kl_ctrl.kl_coef = 0: the reference model only measures; "
             "algorithm.use_kl_in_reward=false saves it"
         )
     if config.actor.use_kl_loss and config.actor.kl_loss_coef == 0:
         yield "actor.kl_loss_coef = 0: the KL loss only measures"
-    if not algorithm.use_kl_in_reward and control.type != "fixed":
-        yield "algorithm.kl_ctrl.type has no effect without algorithm.use_kl_in_reward"
+    if not algorithm.charges_kl and control.type != "fixed":
+        unless = f"with adv_estimator {estimator}"
+        if not algorithm.use_kl_in_reward:
+            unless = "without algorithm.use_kl_in_reward"
+        yield f"algorithm.kl_ctrl.type has no effect {unless}"
+    if not config.ref_enabled and config.ref.model.path != config.model.path:
+        yield "ref.model.path has no effect: nothing is compared with a reference"
 
 
 def _data(config: Config) -> Iterator[str]:

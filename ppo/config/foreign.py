@@ -48,7 +48,6 @@ NOT_BUILT = {
     "model.checkpoint_policy": NotBuilt("full"),
     "model.compile": NotBuilt("false"),
     "model.use_liger": NotBuilt("false"),
-    "ref.model.path": NotBuilt("null"),
     "actor.tensor_parallel_size": NotBuilt("1", "use actor.ulysses_sequence_parallel_size"),
     "actor.expert_parallel_size": NotBuilt("1"),
     "actor.router_aux_loss_coef": NotBuilt("0"),

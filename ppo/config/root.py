@@ -42,7 +42,7 @@ class ModelRole(NamedTuple):
 MODEL_ROLES = (
     ("actor", "actor", "model.path", True, True),
     ("critic", "critic", "critic.model.path", True, False),
-    ("ref", "ref", "model.path", False, True),
+    ("ref", "ref", "ref.model.path", False, True),
     ("reward model", "reward.model", "reward.model.path", False, False),
 )
 
@@ -70,8 +70,22 @@ class Config(Section):
 
     @property
     def ref_enabled(self) -> bool:
-        """Whether a frozen reference is loaded: for KL in the reward or in the loss."""
-        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+        """Whether a frozen reference is loaded: for KL in the reward or in the loss, as teacher."""
+        algorithm = self.algorithm
+        return algorithm.charges_kl or algorithm.needs.teacher or self.actor.use_kl_loss
+
+    @property
+    def uses_function(self) -> bool:
+        """Whether a function scores: always where a reward is needed and no model is to score
+        alone, else where one is asked for."""
+        function, weights = self.reward.function, self.reward.weights
+        asked_for = function.path is not None or weights.function is not None
+        return asked_for or (self.algorithm.needs_reward and not self.reward.model.enable)
+
+    @property
+    def uses_builtin(self) -> bool:
+        """Whether built-in scorers are picked by data_source."""
+        return self.uses_function and self.reward.function.path is None
 
     @property
     def planned_engine(self) -> EngineKind:

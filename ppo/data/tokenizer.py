@@ -5,7 +5,7 @@ the text of each token.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,18 +38,7 @@ def load_tokenizer(
     Raises:
         DataError: there is no tokenizer, or it has no chat template, or no token to pad with.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise DataError(path, f"holds no tokenizer that loads: {error}") from error
-    if not _can_read(tokenizer):
-        raise DataError(
-            path,
-            "its tokenizer makes no known token of plain text: its vocabulary is missing; does the "
-            "folder have tokenizer.json (or tokenizer.model, or vocab.json and merges.txt)?",
-        )
+    tokenizer = read_tokenizer(path, trust_remote_code=trust_remote_code)
     if custom_chat_template is not None:
         tokenizer.chat_template = custom_chat_template
     if not tokenizer.chat_template:
@@ -65,6 +54,43 @@ def load_tokenizer(
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("the tokenizer has no padding token: %s is used", tokenizer.pad_token)
     return tokenizer
+
+
+def read_tokenizer(
+    path: str | Path, *, trust_remote_code: bool = False
+) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a folder or hub name as it is. Raises DataError where there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise DataError(path, f"holds no tokenizer that loads: {error}") from error
+    if not _can_read(tokenizer):
+        raise DataError(
+            path,
+            "its tokenizer makes no known token of plain text: its vocabulary is missing; does the "
+            "folder have tokenizer.json (or tokenizer.model, or vocab.json and merges.txt)?",
+        )
+    return tokenizer
+
+
+def token_difference(own: Mapping[str, int], other: Mapping[str, int], num_ids: int) -> str | None:
+    """Where another vocabulary does not give the ids below `num_ids` the tokens of this one.
+
+    Ids that this one does not name are left out: vocabularies may be padded differently.
+    """
+    theirs = {index: token for token, index in other.items()}
+    differing = [
+        (index, token)
+        for token, index in own.items()
+        if index < num_ids and theirs.get(index) != token
+    ]
+    if not differing:
+        return None
+    index, token = min(differing)
+    found = repr(theirs[index]) if index in theirs else "no token"
+    return f"{len(differing)} of {num_ids} ids differ: {index} is {token!r} here and {found} there"
 
 
 def _can_read(tokenizer: "PreTrainedTokenizerBase") -> bool:

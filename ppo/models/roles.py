@@ -1,6 +1,8 @@
 """Actor, critic and reference of a run, from its configuration."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +57,7 @@ def build_models(
     options = {role.name: build_options(config, role) for role in roles.values()}
     folder = model_folder(roles["actor"].path, mesh, run_dir)
     hf_config = load_hf_config(folder, config.model)
-    _check_positions(config, hf_config)
+    _check_positions(config, hf_config, "model.path")
     aligned = None
     if config.parallel.align_to_rollout:
         aligned = row_parallel_weight(hf_config.model_type)
@@ -64,34 +66,48 @@ def build_models(
     critic = ref = None
     if "critic" in roles:
         critic_folder = model_folder(roles["critic"].path, mesh, run_dir)
-        _check_vocabulary(config, critic_folder, num_ids)
+        own = vocabulary_of(critic_folder, config.model)
+        _check_vocabulary(config, roles["critic"], own, num_ids)
         module = build_value_model(critic_folder, mesh, **options["critic"])
         critic = _learner("critic", module, config, mesh, total_steps)
     if "ref" in roles:
-        module = build_causal_lm(folder, mesh, num_ids=num_ids, **options["ref"])
+        module = _build_ref(config, mesh, run_dir, num_ids)
         ref = Model(module=module, device=mesh.device, param_offload=True)
         ref.rest()
     return Models(actor, critic, ref)
 
 
-def _check_positions(config: Config, hf_config: Any) -> None:
-    """Raise InputError when the longest sequence has more tokens than the policy has positions."""
+def _build_ref(config: Config, mesh: Mesh, run_dir: Path, num_ids: int) -> nn.Module:
+    """The reference: the actor's model, or another one with the same token ids. Collective."""
+    role = config.models["ref"]
+    options, folder = build_options(config, role), model_folder(role.path, mesh, run_dir)
+    if role.path != config.model.path:
+        options["model_config"] = replace(config.model, path=role.path, override_config={})
+        _check_positions(config, load_hf_config(folder, options["model_config"]), role.path_key)
+        own = vocabulary_of(folder, options["model_config"])
+        _check_vocabulary(config, role, own, num_ids)
+    return build_causal_lm(folder, mesh, num_ids=num_ids, **options)
+
+
+def _check_positions(config: Config, hf_config: Any, key: str) -> None:
+    """Raise InputError when the longest sequence has more tokens than the model has positions."""
     longest = config.data.max_length
     limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and longest > limit:
+        fix = "or set model.override_config.max_position_embeddings"
+        if key != "model.path":
+            fix = f"or name another model in {key}"
         raise InputError(
             f"data.max_prompt_length + data.max_response_length = {longest} tokens: "
-            f"{config.model.path} has max_position_embeddings = {limit}; lower them, or set "
-            "model.override_config.max_position_embeddings"
+            f"{attrgetter(key)(config)} has max_position_embeddings = {limit}; lower them, {fix}"
         )
 
 
-def _check_vocabulary(config: Config, critic_folder: Path, num_ids: int) -> None:
-    """Raise InputError when prompts and responses may hold ids that the critic does not have."""
-    own = vocabulary_of(critic_folder, config.model)
+def _check_vocabulary(config: Config, role: ModelRole, own: int | None, num_ids: int) -> None:
+    """Raise InputError when prompts and responses may hold ids that the model does not have."""
     if own is not None and own < num_ids:
         raise InputError(
-            f"critic.model.path = {config.critic.model.path}: it has {own} ids, and prompts and "
+            f"{role.path_key} = {role.path}: it has {own} ids, and prompts and "
             f"responses of {config.model.path} hold up to {num_ids}: use a model with the same "
             "tokenizer"
         )

@@ -50,7 +50,8 @@ def log_samples(
     scorer.warn_of_equal_scores(overview, rows)
     tracker.samples(step, rows, split="train", num_text=len(rows))
     tracker.histogram(step, "response_length", overview.response_lengths.double().tolist())
-    tracker.histogram(step, "score", overview.scores[~overview.failed].tolist())
+    if overview.are_scored:
+        tracker.histogram(step, "score", overview.scores[~overview.failed].tolist())
 
 
 def chosen_samples(overview: Overview, step: int) -> set[int]:

@@ -16,10 +16,17 @@ from ppo.data.dataset import PromptDataset, Prompts, custom_dataset
 from ppo.data.prompts import PromptSets, shared_ids
 from ppo.data.reading import Split, read_prompts
 from ppo.data.table import Table
-from ppo.data.tokenizer import load_tokenizer
+from ppo.data.tokenizer import (
+    PROBE,
+    load_tokenizer,
+    read_tokenizer,
+    token_difference,
+    token_ids,
+)
 from ppo.errors import InputError
+from ppo.models.folder import model_folder
 from ppo.run.run import Run
-from sharding.agree import gather, raise_everywhere
+from sharding.agree import gather, raise_everywhere, together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +70,34 @@ def load_prompts(
     return PromptSets(tokenizer, train, val, shared_ids(tokenizer, vocabulary))
 
 
+def check_tokenizer_of_ref(config: Config, run: Run, prompts: PromptSets) -> None:
+    """Another model as reference must know each id as the token that it is. Collective.
+
+    Raises InputError on all ranks.
+    """
+    role = config.models.get("ref")
+    if role is None or role.path in (config.model.path, config.model.tokenizer_path):
+        return
+    folder = model_folder(role.path, run.mesh, run.dir)
+
+    def check() -> None:
+        if run.mesh.rank != 0:
+            return
+        trusted = config.model.trust_remote_code
+        other = read_tokenizer(folder, trust_remote_code=trusted)
+        own = prompts.tokenizer
+        problem = token_difference(own.get_vocab(), other.get_vocab(), prompts.num_ids)
+        if problem is None and token_ids(own, [PROBE]) != token_ids(other, [PROBE]):
+            problem = f"they cut {PROBE!r} differently"
+        if problem is not None:
+            raise InputError(
+                f"{role.path_key} = {role.path}: its tokenizer is not that of "
+                f"{config.model.tokenizer_path}: {problem}; use a model with the same tokenizer"
+            )
+
+    together(check, run.mesh.host_group, InputError, expected=InputError, name_ranks=False)
+
+
 def _load(
     config: Config,
     run: Run,
@@ -87,7 +122,7 @@ def _load(
         tokenizer,
         data,
         split=split,
-        need_data_source=config.reward.uses_builtin,
+        need_data_source=config.uses_builtin,
         vocabulary=vocabulary,
     )
     return _read_once(run, steps, split)

@@ -51,10 +51,11 @@ def sample_rows(
 
 def _row(samples: Samples, index: int, length: int, reason: str) -> dict[str, Any]:
     prompt = samples.prompt(index)
+    has_score = samples.are_scored and not samples.failed[index]
     return {
         "prompt": prompt.messages,
         "response": samples.texts[index],
-        "score": None if samples.failed[index] else samples.scores[index].item(),
+        "score": samples.scores[index].item() if has_score else None,
         "components": samples.components[index],
         "failure": samples.failures[index],
         "data_source": prompt.data_source,

@@ -67,13 +67,15 @@ class Scorer:
 
     def score(self, samples: Samples, metrics: Metrics) -> None:
         """Fill samples.scores, the weighted sum of function and reward model, and its components.
+        Where neither scores, they stay 0.
 
         A sample whose reward failed or is not finite counts as failed. Raises RewardsFailed on all
         ranks when more than reward.max_failed_fraction of the samples failed; the samples then hold
         what is known.
         """
         failures, given_up = dict[int, RewardResult](), None
-        if self.config.reward.uses_function:
+        samples.are_scored = self.config.uses_function or self.reward_model is not None
+        if self.config.uses_function:
             results, given_up = self._function_results(samples)
             failures |= self._add_function_scores(samples, results, metrics)
         if self.reward_model is not None and given_up is None:
@@ -92,10 +94,10 @@ class Scorer:
         rows: some samples of the step, as `sample_rows` gives them.
         """
         scores = overview.scores[~overview.failed]
-        are_equal = len(scores) > 1 and bool((scores == scores[0]).all())
+        are_equal = overview.are_scored and len(scores) > 1 and bool((scores == scores[0]).all())
         if are_equal and not self.had_equal_scores:
             row = next((row for row in rows if row["score"] is not None), rows[0])
-            advice = builtin.advice(row["data_source"]) if self.config.reward.uses_builtin else ""
+            advice = builtin.advice(row["data_source"]) if self.config.uses_builtin else ""
             logger.warning(
                 "all scores of the step are %g: nothing can be learned from them%s; a sample:\n%s",
                 *(scores[0].item(), advice, describe_row(row)),
@@ -163,7 +165,7 @@ class Scorer:
 
     def begin(self, prompts: Sequence[Prompt], n: int) -> NodeScores | None:
         """Scores for samples that are about to be made, which functions score as they end."""
-        if not self.config.reward.uses_function:
+        if not self.config.uses_function:
             return None
         return NodeScores(self.pool, prompts, n, self.run.mesh)
 
@@ -253,12 +255,12 @@ def open_rewards(config: Config, run: Run, prompts: PromptSets) -> Iterator[Rewa
     """
     with ExitStack() as owned:
         pool, error = None, None
-        if run.mesh.local_rank == 0 and config.reward.uses_function:
+        if run.mesh.local_rank == 0 and config.uses_function:
             try:
                 pool = RewardPool(config.reward, log_path=run.dir / "logs" / "rewards.log")
                 owned.enter_context(pool)
                 check_columns(pool.columns, prompts)
-                if config.reward.uses_builtin:
+                if config.uses_builtin:
                     check_truths(prompts, config.reward.function.kwargs)
                 else:
                     warn_of_null_truths(prompts)

@@ -67,7 +67,8 @@ def needs_old_logprobs(config: Config, num_mini_batches: int) -> bool:
     correction = config.algorithm.rollout_correction
     return (
         num_mini_batches * config.actor.ppo_epochs > 1
-        or config.algorithm.use_kl_in_reward
+        or config.algorithm.charges_kl
+        or config.algorithm.needs.teacher
         or correction.rollout_is is not None
         or correction.icepop is not None
         or config.actor.policy_loss.loss_mode in SELECTING

@@ -26,6 +26,7 @@ def make(scores: list[float | None], *, n: int) -> RolloutBatch:
         greedy_scores=torch.zeros(len(prompts)),
     )
     batch.values = torch.zeros(batch.response_mask.shape)
+    batch.old_logprobs = batch.ref_logprobs = torch.zeros(batch.response_mask.shape)
     batch.rewards = token_rewards(batch.all.scores, None, batch.response_mask, kl_coef=0.0)
     return batch
 
@@ -77,6 +78,21 @@ def test_with_one_response_a_prompt_the_rule_of_a_group_of_one_holds(name, expec
     batch = make([100.0, None, 40.0], n=1)
     assert not batch.all.alone.any()
     assert advantages(batch, name) == pytest.approx(expected, rel=1e-5)
+
+
+def test_opd_follows_the_teacher_at_each_token_and_takes_the_reward_by_its_weight():
+    batch = make([None, 100.0, 1.0, 4.0], n=2)
+    batch.old_logprobs = torch.full(batch.response_mask.shape, -1.0)
+    batch.ref_logprobs = torch.tensor([-0.5, -1.0, -3.0, float("-inf")]).expand(4, 4).clone()
+    found = estimate(batch, AlgorithmConfig(adv_estimator="opd")).advantages
+    alone = [0.5, 0.0, -2.0, float("-inf")]  # minus (log pi - log pi_ref), no sum over what follows
+    assert found.tolist() == [[0.0] * 4, [*alone[:2], 0, 0], [*alone[:3], 0], alone]
+    weighted = AlgorithmConfig(adv_estimator="opd", opd_reward_weight=0.1)
+    found = estimate(batch, weighted).advantages
+    # 1 and 4 have mean 2.5; where the sibling failed the score stands for itself
+    assert found[2].tolist() == pytest.approx([0.5 - 0.15, -0.15, -2.15, 0])
+    assert found[3].tolist() == pytest.approx([0.5 + 0.15, 0.15, -1.85, float("-inf")])
+    assert found[1].tolist() == pytest.approx([10.5, 10.0, 0, 0])
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -147,9 +147,20 @@ class ActorConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RefModelConfig(Section):
+    """What the reference is."""
+
+    path: FilePath = derived("model.path")
+    """HF folder or hub name of another model with the same tokenizer, of any architecture and size:
+    opd's teacher; null = model.path, the model that training begins with"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RefConfig(Section):
     """The frozen reference policy; a key that is null follows the actor's."""
 
+    model: RefModelConfig = field(default_factory=RefModelConfig)
+    """what it is"""
     log_prob_max_token_len_per_gpu: MayChange[FollowingBudget] = derived(
         "actor.log_prob_max_token_len_per_gpu"
     )

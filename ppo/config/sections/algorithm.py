@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
-from ppo.config.bounds import Bound, Coefficient, Positive, PositiveInt
+from ppo.config.bounds import Bound, Coefficient, Positive, PositiveInt, Weight
 from ppo.config.fields import Section
 
 AdvEstimator = Literal[
@@ -16,6 +16,7 @@ AdvEstimator = Literal[
     "reinforce_plus_plus_baseline",
     "remax",
     "opo",
+    "opd",
 ]
 
 
@@ -28,6 +29,8 @@ class EstimatorNeeds(NamedTuple):
     """other responses to the same prompt to compare with: rollout.n > 1"""
     greedy: bool = False
     """one greedy response more per prompt"""
+    teacher: bool = False
+    """a reference that is another model, ref.model.path"""
     keys: tuple[str, ...] = ()
     """keys of this section that only some estimators read, and this one does"""
 
@@ -40,6 +43,7 @@ ESTIMATOR_NEEDS: dict[AdvEstimator, EstimatorNeeds] = {
     "reinforce_plus_plus_baseline": EstimatorNeeds(siblings=True),
     "remax": EstimatorNeeds(greedy=True),
     "opo": EstimatorNeeds(siblings=True),
+    "opd": EstimatorNeeds(teacher=True, keys=("opd_reward_weight",)),
 }
 KlKind = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 
@@ -81,15 +85,21 @@ class AlgorithmConfig(Section):
 
     adv_estimator: AdvEstimator = "gae"
     """gae has a critic; remax samples one greedy response more per prompt; grpo, rloo, opo and
-    reinforce_plus_plus_baseline compare responses and need rollout.n > 1"""
+    reinforce_plus_plus_baseline compare responses and need rollout.n > 1; opd (on-policy
+    distillation) follows the teacher that ref.model.path names, and needs no reward"""
     gamma: Annotated[float, Bound(ge=0, le=1, usual=(0.9, 1))] = 1.0
     """discount of gae and reinforce_plus_plus"""
     lam: Annotated[float, Bound(ge=0, le=1, usual=(0.5, 1))] = 1.0
     """GAE's lambda"""
     norm_adv_by_std_in_grpo: bool = True
     """divide a group's advantages by its standard deviation"""
+    opd_reward_weight: Weight = 0.0
+    """of the reward in opd's advantages, beside the teacher: of a response's score less the mean of
+    the responses to its prompt, of the score itself with rollout.n = 1; 0 = nothing needs to score
+    (and nothing does, unless reward.function.path, weights.function or model asks for it)"""
     use_kl_in_reward: bool = True
-    """subtract kl_coef x KL(actor, ref) from the reward of each token"""
+    """subtract kl_coef x KL(actor, ref) from the reward of each token; not with opd, whose
+    advantages are that KL"""
     kl_penalty: KlKind = "kl"
     """estimator of that KL"""
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
@@ -101,3 +111,13 @@ class AlgorithmConfig(Section):
     def needs(self) -> EstimatorNeeds:
         """What adv_estimator needs of the run."""
         return ESTIMATOR_NEEDS[self.adv_estimator]
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether scores are part of the advantages."""
+        return not self.needs.teacher or self.opd_reward_weight != 0
+
+    @property
+    def charges_kl(self) -> bool:
+        """Whether rewards have the KL penalty in them."""
+        return self.use_kl_in_reward and not self.needs.teacher

@@ -53,7 +53,8 @@ class RewardWeightsConfig(Section):
     """The weight of each scorer in the score."""
 
     function: Weight | None = None
-    """of the function; null = 1, but with a reward model and no reward.function.path no function"""
+    """of the function; null = 1, but no function without reward.function.path where a reward model
+    scores or the estimator needs no reward"""
     model: Weight = 1.0
     """of the reward model"""
 
@@ -74,14 +75,3 @@ class RewardConfig(Section):
     """time limit of one sample, seconds; a sample over it is masked out of the loss"""
     max_failed_fraction: UnitInterval = 0.1
     """the run ends when a larger share of a step's samples could not be scored"""
-
-    @property
-    def uses_function(self) -> bool:
-        """Whether a function scores: always, but for a reward model that is to score alone."""
-        asked_for = self.function.path is not None or self.weights.function is not None
-        return asked_for or not self.model.enable
-
-    @property
-    def uses_builtin(self) -> bool:
-        """Whether built-in scorers are picked by data_source."""
-        return self.uses_function and self.function.path is None

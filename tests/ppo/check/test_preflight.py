@@ -432,3 +432,24 @@ def test_checkpointing_offload_and_sharding_each_lower_the_peak():
     )
     for override in better:
         assert peak(plan(override, model=model), "train actor") < usual
+
+
+def test_a_teacher_is_counted_with_its_own_sizes():
+    keys = ("algorithm.adv_estimator=opd", "ref.model.path=Qwen/Qwen2.5-7B-Instruct")
+    small, large = shape_of("Qwen/Qwen2.5-0.5B-Instruct"), shape_of("Qwen/Qwen2.5-7B-Instruct")
+    own = plan(*keys, model="Qwen/Qwen2.5-0.5B-Instruct")
+    taught = replace(own, shapes={"actor": small, "ref": large})
+    before, after = ({p.name: p.bytes for p in phases(each)} for each in (own, taught))
+    assert after["log-probs"] - before["log-probs"] > (7.6e9 - 0.5e9) / 8 * 2  # its shard in bf16
+    assert after["train actor"] == before["train actor"]
+    on_host = [
+        {i.name: i.bytes for i in host_bytes(each)}["ref parameters"] for each in (own, taught)
+    ]
+    assert on_host == [pytest.approx(2 * s.num_params) for s in (small, large)]
+    # a teacher that is smaller than the student: the student's own pass needs more
+    swapped = replace(own, shapes={"actor": large, "ref": small})
+    (items,) = [p.items for p in phases(swapped) if p.name == "log-probs"]
+    budget = own.config.actor.ppo_max_token_len_per_gpu
+    assert any(f"({budget} tokens)" in item.name for item in items)
+    lines = find_models(load_config(None, [*REQUIRED, *keys])).lines
+    assert any(line.startswith("ref: Qwen/Qwen2.5-7B-Instruct, 7.6") for line in lines), lines

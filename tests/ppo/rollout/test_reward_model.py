@@ -333,6 +333,6 @@ def check(*overrides: str) -> None:
 
 def test_a_reward_model_alone_needs_no_data_source():
     config = load_config("ppo_tiny.yaml", ["reward.model.enable=true", "reward.model.path=tiny"])
-    assert not config.reward.uses_function and not config.reward.uses_builtin
+    assert not config.uses_function and not config.uses_builtin
     config = load_config("ppo_tiny.yaml", ["reward.model.path=tiny"])
-    assert config.reward.uses_function and config.reward.uses_builtin
+    assert config.uses_function and config.uses_builtin
