@@ -22,14 +22,16 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ppo.config import Config, ConfigError, Problem, load_config
 from ppo.config.cli import build_parser, join_values, path
 from ppo.errors import InputError
+from ppo.files import replace_text
 from ppo.models.build import build_causal_lm, vocabulary_of
 from ppo.models.folder import model_folder
 from ppo.models.learner import Model
 from ppo.rollout.collector import open_collector
+from ppo.rollout.figures import metrics_of, summarise
 from ppo.rollout.prompts import load_prompts
-from ppo.rollout.samples import summarise, write_samples
+from ppo.rollout.samples import write_samples
 from ppo.rollout.scoring import build_scorer, open_rewards
-from ppo.rollout.validation import sample_and_score
+from ppo.rollout.validation import Job, sample_and_score
 from ppo.run.run import Run
 from ppo.run.signals import EXIT_INTERRUPTED
 from ppo.run.start import Launch, open_run
@@ -72,6 +74,7 @@ def load_evaluation(options: Options, check: Callable[[Config], list[Problem]]) 
         *options.overrides,
         f"data.train_files={json.dumps([options.data])}",
         "data.val_files=[]",
+        "data.val_sets={}",
         f"trainer.default_local_dir={json.dumps(str(options.out.with_suffix('.run')))}",
         "trainer.resume_mode=disable",
         "trainer.val_only=false",
@@ -101,12 +104,12 @@ def load_evaluation(options: Options, check: Callable[[Config], list[Problem]]) 
 
 
 def evaluate(config: Config, run: Run, options: Options) -> None:
-    """Generate, score, log one line per data source and write the samples. Collective.
+    """Generate, score, log a line per data source, write samples and figures. Collective.
 
     When too many rewards fail, the samples are written all the same, each with its failure.
     """
 
-    def keep(rows: Sequence[Mapping[str, Any]]) -> None:
+    def keep(_: str, rows: Sequence[Mapping[str, Any]]) -> None:
         write_samples(options.out, rows)
         logger.info("%d samples written to %s", len(rows), options.out)
 
@@ -127,10 +130,19 @@ def evaluate(config: Config, run: Run, options: Options) -> None:
     ):
         scorer = build_scorer(config, run, prompts, pool)
         run.begin()
-        rows = sample_and_score(collector, scorer, prompts.train, step=0, keep=keep)
-    if rows is not None:
-        for source, summary in summarise(rows, pass_score=options.pass_score).items():
+        job = Job(prompts.train, config.sampling_of([options.data]))
+        found = sample_and_score(collector, scorer, {"": job}, step=0, keep=keep)
+    if found is not None:
+        summaries = summarise(found[""], pass_score=options.pass_score)
+        for source, summary in summaries.items():
             logger.info("%s: %s", source, summary)
+        figures = metrics_of(summaries, config.rollout.val_kwargs.n)
+        replace_text(figures_file(options.out), json.dumps(figures, indent=1) + "\n")
+
+
+def figures_file(out: Path) -> Path:
+    """Beside the samples: {"val-core/SOURCE/reward/mean@N": 0.5, ...}, as training logs them."""
+    return out.with_suffix(".metrics.json")
 
 
 def _load_actor(config: Config, run: Run, checkpoint: Path | None, num_ids: int) -> Model:

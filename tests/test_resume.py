@@ -84,8 +84,8 @@ def stopped_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, An
     train_here(rank, world_size, [(disturbed, until(STEPS))])  # nothing is left to train
     train_ppo.build_models = built
     step_4 = f"trainer.resume_mode={disturbed}/checkpoints/step_00000004"
-    looking = [(disturbed, until(STEPS, "trainer.val_only=true", mode))
-               for mode in (step_4, "trainer.resume_mode=disable")]  # fmt: skip
+    looking = [(disturbed, until(STEPS, "trainer.val_only=true", *more))
+               for more in ((step_4, SETS), ("trainer.resume_mode=disable",))]  # fmt: skip
     train_here(rank, world_size, looking)
     unchanged = record_of(Path(disturbed)) == record
     if rank == 0:  # it goes on from the checkpoint of another run: this one is set aside
@@ -95,6 +95,7 @@ def stopped_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, An
     return {"whole": whole["tokens"], "states": states, "refused": refused, "unchanged": unchanged}
 
 
+SETS = "data.val_sets={more: {files: tiny, n: 4, temperature: 1.0, max_response_length: 3}}"
 CHANGES = (
     *("trainer.allow_changed_config=true", "algorithm.kl_ctrl.kl_coef=0.5"),
     *("actor.optim.weight_decay=0.2", "actor.optim.betas=[0.8, 0.95]", "actor.optim.eps=1e-4"),
@@ -149,6 +150,21 @@ def test_starts_that_are_refused_or_only_look_change_nothing_of_a_run(two_ranks)
         [row] = rows_of(look)
         assert row["step"] == step and "val-core/tiny/reward/mean@1" in row
         assert (look / "samples" / f"val_{step:08d}.jsonl").is_file()
+
+
+@pytest.mark.distributed
+def test_a_named_validation_set_is_sampled_as_it_says_and_has_metrics_of_its_own(two_ranks):
+    look = two_ranks[0] / "disturbed" / "validations" / "1"
+    [row] = rows_of(look)
+    lines = (look / "samples" / "val-more_00000004.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) == 4 * 16 and max(s["response_length"] for s in samples) == 3
+    mean = sum(s["score"] for s in samples) / len(samples)
+    assert row["val-core/more/tiny/reward/mean@4"] == pytest.approx(mean)
+    assert {f"val-core/more/tiny/{m}" for m in ("pass@1", "pass@2", "pass@4", "reward/maj@4")} <= {
+        *row
+    }
+    assert "val-core/tiny/reward/mean@1" in row and "val-core/tiny/pass@1" not in row
 
 
 @pytest.mark.distributed

@@ -328,6 +328,7 @@ ELSEWHERE = {
     "reward/greedy_score": "with adv_estimator remax",
     "timing_s/reward_model": "with a reward model",
     "val-core/SOURCE/pass@K": "with rollout.val_kwargs.n > 1",
+    "val-core/SOURCE/reward/maj@N": "with rollout.val_kwargs.n > 1",
 }
 
 

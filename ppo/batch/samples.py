@@ -39,6 +39,7 @@ class Samples:
     are_scored: bool = True  # false: nothing scores, all scores are 0
     components: list[dict[str, float]] = field(init=False)
     """b, what the score is made of: function, model, extra/NAME"""
+    answers: list[str | None] = field(init=False)  # b, as far as the function says
     scores_to_come: Any = None  # of samples that are being scored since they were made
     greedy: "Samples | None" = None  # one response per prompt, for estimators that compare
     greedy_scores: Tensor | None = None  # [prompts], known to every rank once they are scored
@@ -48,6 +49,7 @@ class Samples:
         self.failed = torch.zeros(len(self), dtype=torch.bool)
         self.failures = [None] * len(self)
         self.components = [{} for _ in range(len(self))]
+        self.answers = [None] * len(self)
 
     def __len__(self) -> int:
         """b."""

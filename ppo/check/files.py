@@ -50,13 +50,13 @@ def _missing_package(rollout: RolloutConfig) -> Iterator[Problem]:
 def wrong_contents(config: Config) -> list[Problem]:
     """What is wrong inside the files that are there: first rows, signature of the reward."""
     found = []
-    for name in ("train_files", "val_files"):
-        files = [f for f in getattr(config.data, name) if f == "tiny" or _found(f) is None]
+    for key, named in config.prompt_files.items():
+        files = [f for f in named if f == "tiny" or _found(f) is None]
         try:
             if files:
                 check_data_files(files, config.data, need_data_source=config.uses_builtin)
         except DataError as error:
-            found.append(Problem(f"data.{name}", None, str(error)))
+            found.append(Problem(key, None, str(error)))
     custom = config.data.custom_cls
     if custom.path is not None and custom.name is not None and _is_file(custom.path):
         try:
@@ -156,13 +156,13 @@ def _holds_checkpoint(folder: Path) -> bool:
 
 
 def _missing_data(config: Config) -> Iterator[Problem]:
-    for name in ("train_files", "val_files"):
-        for pattern in getattr(config.data, name):
+    for key, patterns in config.prompt_files.items():
+        for pattern in patterns:
             error = None if pattern == "tiny" else _found(pattern)
             if error is not None:
                 is_absent = error.problem == "no such file"
                 fix = "python -m ppo.data.prepare writes data" if is_absent else ""
-                yield Problem(f"data.{name}", pattern, error.problem, fix)
+                yield Problem(key, pattern, error.problem, fix)
 
 
 def _found(pattern: str) -> DataError | None:

@@ -176,7 +176,7 @@ def kv_cache(plan: Plan) -> tuple[int, float]:
         return memory.kv_tokens, memory.kv_bytes
     sequences = plan.config.data.train_batch_size * rollout.n
     rows = min(rollout.max_num_seqs, -(-sequences // plan.dims.rollout_dp))
-    tokens = rows * plan.config.data.max_length
+    tokens = rows * plan.config.longest_sampled
     return tokens, tokens * plan.actor.kv_bytes_per_token(tp=tp, itemsize=itemsize)
 
 

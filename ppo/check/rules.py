@@ -6,6 +6,7 @@ Must not look at files.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ppo.config import Config, FsdpConfig, Problem
@@ -248,8 +249,23 @@ def _rewards(config: Config) -> Iterator[Problem]:
 
 
 def _validation(config: Config) -> Iterator[Problem]:
-    if config.trainer.val_only and not config.data.val_files:
+    if config.trainer.val_only and not config.val_sets:
         yield Problem("data.val_files", [], "trainer.val_only needs validation data")
     best = config.trainer.keep_best
-    if best is not None and best.removeprefix("-").startswith("val") and not config.data.val_files:
-        yield Problem("trainer.keep_best", best, "needs data.val_files")
+    if best is not None and best.removeprefix("-").startswith("val") and not config.val_sets:
+        yield Problem("trainer.keep_best", best, "needs data.val_files or data.val_sets")
+    room = config.rollout.max_model_len - config.data.max_prompt_length
+    for name, val in config.data.val_sets.items():
+        path, longest = f"data.val_sets.{name}", val.max_response_length or 0
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            rule = "the name of a validation set has letters, digits, - and _"
+            yield Problem(path, None, rule, "it names metrics and files of samples")
+        if not val.files:
+            yield Problem(f"{path}.files", [], "must name at least one file")
+        if longest > room:
+            yield Problem(
+                f"{path}.max_response_length",
+                longest,
+                f"must be at most rollout.max_model_len - data.max_prompt_length ({room})",
+                f"lower it, or set rollout.max_model_len={config.data.max_prompt_length + longest}",
+            )

@@ -126,14 +126,16 @@ def _data(config: Config) -> Iterator[str]:
         yield "reward.weights.model has no effect without reward.model.enable"
     if function.path is None and (function.kwargs or function.name != ["compute_score"]):
         yield "reward.function.name and kwargs have no effect without reward.function.path"
-    if config.trainer.val_before_train and not data.val_files and config.trainer.keep_best:
+    if config.trainer.val_before_train and not config.val_sets and config.trainer.keep_best:
         yield "trainer.keep_best: there are no data.val_files, only training metrics exist"
 
 
 def _rollout(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.val_kwargs.temperature == 0 and rollout.val_kwargs.n > 1:
-        yield "rollout.val_kwargs.n > 1 at temperature 0 makes equal responses"
+    named = {f"data.val_sets.{name}.n": config.val_sets[name] for name in config.data.val_sets}
+    for key, val in ({"rollout.val_kwargs.n": rollout.val_kwargs} | named).items():
+        if val.temperature == 0 and val.n != 1:
+            yield f"{key} > 1 at temperature 0 makes equal responses"
     engine, default = config.planned_engine, RolloutConfig()
     for key in ENGINE_TRAITS[engine].unused:
         if getattr(rollout, key) != getattr(default, key):

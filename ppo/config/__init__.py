@@ -23,7 +23,7 @@ from ppo.config.sections.algorithm import (
     AlgorithmConfig,
     KlControlConfig,
 )
-from ppo.config.sections.data import CustomClassConfig, DataConfig
+from ppo.config.sections.data import CustomClassConfig, DataConfig, ValSetConfig
 from ppo.config.sections.model import (
     FsdpConfig,
     MixedPrecisionConfig,
@@ -63,6 +63,7 @@ __all__ = [
     "RewardFunctionConfig",
     "RolloutConfig",
     "TrainerConfig",
+    "ValSetConfig",
     "changed_keys",
     "find_config",
     "from_yaml",

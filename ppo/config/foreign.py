@@ -37,7 +37,6 @@ class NotBuilt(NamedTuple):
 
 NOT_BUILT = {
     "data.gen_batch_size": NotBuilt("null"),
-    "data.val_sets": NotBuilt("{}"),
     "data.mix": NotBuilt("{}"),
     "data.difficulty": NotBuilt("null"),
     "model.lora_rank": NotBuilt("0"),

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from ppo.config.bounds import FilePath, broken_rule, unusual
-from ppo.config.fields import ConfigError, Problem
+from ppo.config.fields import ConfigError, Problem, Section
 from ppo.config.reader import Reader
 from ppo.config.root import Config
 from ppo.config.schema import flatten, nest, schema
@@ -66,7 +66,14 @@ def find_config(path: str | Path) -> Path:
 
 def to_yaml(config: Config) -> str:
     """The resolved configuration as YAML; loading it gives an equal configuration."""
-    return dump(nest(flatten(config)))
+    return dump(nest({path: _as_given(value) for path, value in flatten(config).items()}))
+
+
+def _as_given(value: Any) -> Any:
+    """Sections that stand in a mapping as mappings."""
+    if not isinstance(value, dict):
+        return value
+    return {k: vars(v) if isinstance(v, Section) else v for k, v in value.items()}
 
 
 def from_yaml(text: str) -> Config:

@@ -100,7 +100,9 @@ class Reader:
         if not heads or "dict" not in str(schema()[heads[0]].hint):
             return False
         node = self.given[heads[0]] = dict(self.given.get(heads[0]) or {})
-        *sections, leaf = path[len(heads[0]) + 1 :].split(".")
+        inside = path[len(heads[0]) + 1 :]
+        names_have_dots = "float" in str(schema()[heads[0]].hint)  # files and data sources
+        *sections, leaf = [inside] if names_have_dots else inside.split(".")
         for section in sections:
             inner = node.get(section)
             node[section] = node = dict(inner) if isinstance(inner, dict) else {}
@@ -119,7 +121,11 @@ class Reader:
             fix = f"{', '.join(unbuilt)} is not built yet" if unbuilt else mismatch.fix
             if key.is_duration:
                 fix = "seconds, or [D-]HH:MM:SS"
-            self._problem(path, _plain(raw), mismatch.rule, fix)
+            if mismatch.at:
+                self._problem(f"{path}.{mismatch.at}", _plain(mismatch.value), mismatch.rule, fix)
+                self.bad.add(path)
+            else:
+                self._problem(path, _plain(raw), mismatch.rule, fix)
             return None
         rule = broken_rule(key.hint, value)
         if rule is not None:

@@ -5,15 +5,15 @@ Owns the accessors that need more than one section. Must not know how files are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from ppo.config.fields import MayChange, Section
+from ppo.config.fields import MayChange, Section, hints
 from ppo.config.sections.actor import ActorConfig, CriticConfig, RefConfig
 from ppo.config.sections.algorithm import AlgorithmConfig
-from ppo.config.sections.data import DataConfig
+from ppo.config.sections.data import DataConfig, ValSetConfig
 from ppo.config.sections.model import FsdpConfig, ModelConfig, ParallelConfig
 from ppo.config.sections.reward import RewardConfig
 from ppo.config.sections.rollout import EngineKind, RolloutConfig
@@ -110,6 +110,44 @@ class Config(Section):
             )
             for name, section, path_key, is_trained, has_logits in MODEL_ROLES
             if used[name]
+        }
+
+    @property
+    def val_sets(self) -> dict[str, ValSetConfig]:
+        """Validation sets by name, with nothing null; data.val_files' has the empty name."""
+        files = self.data.val_files
+        found = {"": self.sampling_of(files)} if files else {}
+        for name, val in self.data.val_sets.items():
+            own = {key: getattr(val, key) for key in hints(ValSetConfig)}
+            own = {key: value for key, value in own.items() if value is not None}
+            found[name] = replace(self.sampling_of(val.files), **own)
+        return found
+
+    def sampling_of(self, files: list[str]) -> ValSetConfig:
+        """How a validation set is sampled that says nothing about it."""
+        sampling = self.rollout.val_kwargs
+        return ValSetConfig(
+            files=files,
+            n=sampling.n,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_response_length=self.data.max_response_length,
+        )
+
+    @property
+    def longest_sampled(self) -> int:
+        """Tokens of the longest sequence that is generated, in training or validation."""
+        longest = [val.max_response_length or 0 for val in self.val_sets.values()]
+        return self.data.max_prompt_length + max([self.data.max_response_length, *longest])
+
+    @property
+    def prompt_files(self) -> dict[str, list[str]]:
+        """Files and globs with prompts, by the key that names them."""
+        sets = {f"data.val_sets.{n}.files": val.files for n, val in self.data.val_sets.items()}
+        return {
+            "data.train_files": self.data.train_files,
+            "data.val_files": self.data.val_files,
+            **sets,
         }
 
     def saving(self, content: str) -> list[str]:

@@ -5,14 +5,15 @@ Must not know any key, nor how YAML is parsed.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import re
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from ppo.config.bounds import bare
-from ppo.config.fields import short
+from ppo.config.bounds import bare, broken_rule, home_expanded
+from ppo.config.fields import ConfigError, Section, hints, short
 from ppo.config.text import NUMBER, Plain
 
 _NULL = frozenset({"", "~", "null", "Null", "NULL"})
@@ -26,9 +27,16 @@ _DURATION = re.compile(r"(?:(\d{1,6})-)?(\d{1,6}):([0-5]?\d):([0-5]?\d)")
 class Mismatch(ValueError):
     """A text that its type does not admit: what would be right, and perhaps what was meant."""
 
-    def __init__(self, rule: str, fix: str = "") -> None:
+    def __init__(self, rule: str, fix: str = "", at: str = "", value: Any = None) -> None:
+        """at: of a mapping, the dotted key inside that is meant; value: what stands there."""
         super().__init__(rule)
-        self.rule, self.fix = rule, fix
+        self.rule, self.fix, self.at, self.value = rule, fix, at, value
+
+    def inside(self, name: str, value: Any) -> Mismatch:
+        """The same, seen from the mapping that has it under this name."""
+        if self.at:
+            return Mismatch(self.rule, self.fix, f"{name}.{self.at}", self.value)
+        return Mismatch(self.rule, self.fix, name, value)
 
 
 def is_null(raw: Any) -> bool:
@@ -86,8 +94,10 @@ def coerce(raw: Any, hint: Any) -> Any:
         return _coerce_list(raw, get_args(hint)[0])
     if origin is dict:
         if isinstance(raw, dict):
-            return generic(raw)
+            return _coerce_mapping(raw, get_args(hint)[1])
         raise Mismatch("must be a mapping {key: value}")
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return _coerce_section(raw, hint)
     if not isinstance(raw, str):
         raise Mismatch(f"must be {describe(hint)}")
     if origin is Literal:
@@ -106,6 +116,8 @@ def describe(hint: Any) -> str:
         return "one of " * (len(args) > 1) + ", ".join(map(str, args))
     if origin is list:
         return f"a list of {describe(args[0])}"
+    if isinstance(hint, type) and issubclass(hint, Section):
+        return "a mapping {key: value}"
     if origin is dict:
         return "a mapping {key: value}"
     return _WORDS[hint]
@@ -132,6 +144,47 @@ def _coerce_list(raw: Any, hint: Any) -> list[Any]:
         if bare(hint) is str and isinstance(item, Plain) and not _is_text(item):
             raise Mismatch("must be a list of text", f"put {short(item)} in quotes")
     return [coerce(item, hint) for item in items]
+
+
+def _coerce_mapping(raw: dict[Any, Any], hint: Any) -> dict[Any, Any]:
+    """Names of the user's, each with a value of one type: anything, numbers, small sections."""
+    return generic(raw) if hint is Any else {str(n): _coerce_entry(n, raw[n], hint) for n in raw}
+
+
+def _coerce_entry(name: Any, raw: Any, hint: Any) -> Any:
+    try:
+        value = coerce(raw, hint)
+        rule = broken_rule(hint, value)
+        if rule is not None:
+            raise Mismatch(str(rule))
+    except Mismatch as mismatch:
+        raise mismatch.inside(str(name), raw) from None
+    return home_expanded(hint, value)
+
+
+def _coerce_section(raw: Any, section: Any) -> Section:
+    """A section that stands in a mapping; its keys have defaults, or are required."""
+    types = hints(section)
+    if not isinstance(raw, dict):
+        raise Mismatch(f"must be a mapping with {', '.join(types)}")
+    for name in raw.keys() - types.keys():
+        near = difflib.get_close_matches(str(name), types, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"its keys are {', '.join(types)}"
+        raise Mismatch("unknown key", fix, str(name), raw[name])
+    values = {name: _coerce_entry(name, raw[name], types[name]) for name in types if name in raw}
+    try:
+        return section(**values)
+    except TypeError:
+        missing = [f.name for f in dataclasses.fields(section) if _is_required(f, values)]
+        raise Mismatch("is required", at=missing[0]) from None
+    except ConfigError as error:
+        problem = error.found[0]
+        raise Mismatch(problem.rule, problem.fix, problem.path, problem.value) from None
+
+
+def _is_required(field: dataclasses.Field, given: dict[str, Any]) -> bool:
+    defaults = (field.default, field.default_factory)
+    return field.name not in given and all(d is dataclasses.MISSING for d in defaults)
 
 
 def _coerce_choice(raw: str, choices: tuple[str, ...]) -> str:

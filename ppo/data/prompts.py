@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from ppo.config import Config
@@ -17,17 +17,22 @@ logger = logging.getLogger(__name__)
 
 
 class PromptSets(NamedTuple):
-    """Tokenizer and prompts of a run; val is empty without data.val_files."""
+    """Tokenizer and prompts of a run."""
 
     tokenizer: "PreTrainedTokenizerBase"
     train: Prompts
-    val: Prompts
+    val: Mapping[str, Prompts]
+    """the sets of data.val_sets by name; that of data.val_files has the empty name"""
     num_ids: int
     """ids from 0 on that tokenizer and model both have, where the model's are known"""
 
+    def sets(self) -> list[Prompts]:
+        """Training prompts, then those of each validation set."""
+        return [self.train, *self.val.values()]
+
     def all(self) -> Iterator[Prompt]:
         """Training prompts, then validation prompts."""
-        for prompts in (self.train, self.val):
+        for prompts in self.sets():
             yield from (prompts[index] for index in range(len(prompts)))
 
     def sampler(self, config: Config) -> PromptSampler:

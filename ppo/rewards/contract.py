@@ -25,6 +25,7 @@ class RewardResult(NamedTuple):
     failed: str | None = None  # "error" or "timeout"
     traceback: str = ""  # of a sample that failed
     extra: Mapping[str, float] = {}  # finite numbers that came with the score: metrics
+    answer: str | None = None  # what the response answers, as far as the function says
 
 
 class Function(NamedTuple):

@@ -18,6 +18,8 @@ from ppo.rewards.contract import Function, FunctionSettings, RewardError, Reward
 from ppo.rewards.scorers import builtin
 from ppo.rewards.signature import accepted, check_signature, required_columns, signature_of
 
+ANSWER = "pred"
+"""entry of a returned dict, of verl's name: what the response answers, for votes"""
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
@@ -34,6 +36,7 @@ class Scored(NamedTuple):
 
     score: float | None  # None: no function applies to it
     extra: Mapping[str, float] = {}
+    answer: str | None = None
 
 
 def functions_of(settings: FunctionSettings) -> list[Function]:
@@ -86,7 +89,7 @@ def check_function(function: Function) -> None:
 def load_function(function: Function) -> Loaded:
     """Import the function, or take the built-in one. Raises RewardError and what the file does."""
     if function.path is None:
-        found: Callable[..., Any] = builtin.compute_score
+        found: Callable[..., Any] = builtin.score_and_answer
     else:
         try:
             found = load_plugin(function.path, function.name)
@@ -137,7 +140,7 @@ def read(value: Any, function: Function) -> Scored:
         RewardError: it has a wrong type.
         ValueError: the score is NaN or infinite, as float32.
     """
-    name, extra = function.name, {}
+    name, extra, answer = function.name, {}, None
     if function.style == "trl":
         if isinstance(value, (str, dict)) or not hasattr(value, "__len__") or len(value) != 1:
             raise RewardError(
@@ -150,12 +153,19 @@ def read(value: Any, function: Function) -> Scored:
         if "score" not in value:
             keys = ", ".join(map(str, value)) or "nothing"
             raise RewardError(f'{name} returned a dict without "score"; it has {keys}')
-        extra = {key: entry for key, entry in value.items() if key != "score"}
-        value = value["score"]
+        extra = {key: entry for key, entry in value.items() if key not in ("score", ANSWER)}
+        value, answer = value["score"], _answer(value.get(ANSWER))
     if not _is_number(value):
         kind = type(value).__name__
         raise RewardError(f'{name} must return a float, a bool or a dict with "score", not {kind}')
-    return Scored(_finite32(value, name), _metrics(extra))
+    return Scored(_finite32(value, name), _metrics(extra), answer)
+
+
+def _answer(entry: Any) -> str | None:
+    """An answer as text that can be compared; a text without words is none."""
+    if not isinstance(entry, str):
+        entry = str(_item(entry)) if _is_number(entry) else ""
+    return entry.strip().encode("utf-8", "backslashreplace").decode() or None
 
 
 def combine(functions: Sequence[Function], scored: Sequence[Scored]) -> Scored:
@@ -168,11 +178,12 @@ def combine(functions: Sequence[Function], scored: Sequence[Scored]) -> Scored:
     if not terms:
         return Scored(None)
     extra = dict(scored[0].extra)
+    answer = next((one.answer for one in scored if one.answer is not None), None)
     if len(functions) > 1:
         extra = {function.label: score for function, _, score in found if score is not None}
         for function, one, _ in found:
             extra |= {f"{function.label}/{key}": number for key, number in one.extra.items()}
-    return Scored(_finite32(sum(terms), "the sum of the functions"), extra)
+    return Scored(_finite32(sum(terms), "the sum of the functions"), extra, answer)
 
 
 def _finite32(value: Any, what: str) -> float:

@@ -245,7 +245,9 @@ class RewardPool:
         if "failed" in message:
             result = RewardResult(None, message["failed"], message["traceback"])
         else:
-            result = RewardResult(message["score"], extra=message["extra"])
+            result = RewardResult(
+                message["score"], extra=message["extra"], answer=message["answer"]
+            )
         self._finish(item, result, fatal=message.get("is_fatal", False))
 
     def _finish(self, item: _Item, result: RewardResult, *, fatal: bool = False) -> None:

@@ -160,7 +160,8 @@ def late(timeout_s: float) -> str:
 
 def _success(task: Task, functions: Sequence[Loaded], scored: Sequence[Scored]) -> dict[str, Any]:
     total = combine([loaded.function for loaded in functions], scored)
-    return {"number": task.number, "score": total.score, "extra": dict(total.extra)}
+    said = {"score": total.score, "extra": dict(total.extra), "answer": total.answer}
+    return {"number": task.number, **said}
 
 
 def _failure(task: Task, error: BaseException) -> dict[str, Any]:

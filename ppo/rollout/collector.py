@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ppo.batch.samples import Samples
-from ppo.config import Config
+from ppo.config import Config, ValSetConfig
 from ppo.data.dataset import Prompt
 from ppo.data.prompts import PromptSets
 from ppo.engines.choose import build_engine
@@ -82,17 +82,26 @@ class Collector:
         with metrics.timed("release"):
             self.engine.release()
 
-    def validation_params(self, step: int) -> SamplingParams:
-        """Sampling of the validation after `step` iterations."""
-        val = self.config.rollout.val_kwargs
-        return self._params(step, temperature=val.temperature, top_p=val.top_p, top_k=-1)
+    def validation_params(self, step: int, val: ValSetConfig) -> SamplingParams:
+        """Sampling of the validation after `step` iterations, by a set of config.val_sets."""
+        assert val.temperature is not None and val.top_p is not None
+        sampling = {"temperature": val.temperature, "top_p": val.top_p, "top_k": -1}
+        return self._params(step, max_new_tokens=val.max_response_length, **sampling)
 
-    def _params(self, step: int, *, temperature: float, top_p: float, top_k: int) -> SamplingParams:
+    def _params(
+        self,
+        step: int,
+        *,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        max_new_tokens: int | None = None,
+    ) -> SamplingParams:
         return SamplingParams(
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
-            max_new_tokens=self.config.data.max_response_length,
+            max_new_tokens=max_new_tokens or self.config.data.max_response_length,
             stop=tuple(self.config.rollout.stop),
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.config.rollout.ignore_eos,

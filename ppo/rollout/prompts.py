@@ -7,12 +7,12 @@ not know how a row becomes a prompt.
 import logging
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from ppo.config import Config
-from ppo.data.dataset import PromptDataset, Prompts, custom_dataset
+from ppo.data.dataset import PromptDataset, Prompts, custom_dataset, facts_of
 from ppo.data.prompts import PromptSets, shared_ids
 from ppo.data.reading import Split, read_prompts
 from ppo.data.table import Table
@@ -25,6 +25,7 @@ from ppo.data.tokenizer import (
 )
 from ppo.errors import InputError
 from ppo.models.folder import model_folder
+from ppo.rollout.figures import metric_head
 from ppo.run.run import Run
 from sharding.agree import gather, raise_everywhere, together
 
@@ -65,8 +66,18 @@ def load_prompts(
             )
         ),
     )
-    train = _load(config, run, "train", tokenizer, vocabulary)
-    val = _load(config, run, "val", tokenizer, vocabulary) if config.data.val_files else []
+    train = _load(config, run, "data.train_files", tokenizer, vocabulary)
+    val = {
+        name: _load(
+            config,
+            run,
+            f"data.val_sets.{name}.files" if name else "data.val_files",
+            tokenizer,
+            vocabulary,
+        )
+        for name in config.val_sets
+    }
+    check_metric_names(val)
     return PromptSets(tokenizer, train, val, shared_ids(tokenizer, vocabulary))
 
 
@@ -98,16 +109,29 @@ def check_tokenizer_of_ref(config: Config, run: Run, prompts: PromptSets) -> Non
     together(check, run.mesh.host_group, InputError, expected=InputError, name_ranks=False)
 
 
+def check_metric_names(val: Mapping[str, Prompts]) -> None:
+    """Raise InputError where the metrics of two sets would have the same names."""
+    found: dict[str, str] = {}
+    for name, prompts in val.items():
+        for source in facts_of(prompts).first_of_source:
+            head = metric_head(name, source)
+            if found.setdefault(head, name) != name:
+                raise InputError(
+                    f"data.val_sets.{name}: its metrics val-core/{head}/... are those of the data "
+                    f"source {head!r} of data.val_files too; give the set another name"
+                )
+
+
 def _load(
     config: Config,
     run: Run,
-    split: Split,
+    key: str,
     tokenizer: "PreTrainedTokenizerBase",
     vocabulary: int | None,
 ) -> Prompts:
-    """The prompts of a split. Collective."""
-    data = config.data
-    files = data.train_files if split == "train" else data.val_files
+    """The prompts of the files that a key names. Collective."""
+    data, files = config.data, config.prompt_files[key]
+    split: Split = "train" if key == "data.train_files" else "val"
     if data.custom_cls.path is not None:
 
         def build() -> Prompts:
@@ -125,14 +149,15 @@ def _load(
         need_data_source=config.uses_builtin,
         vocabulary=vocabulary,
     )
-    return _read_once(run, steps, split)
+    return _read_once(run, steps, key)
 
 
-def _read_once(run: Run, steps: Generator[float, None, Table], split: Split) -> PromptDataset:
+def _read_once(run: Run, steps: Generator[float, None, Table], key: str) -> PromptDataset:
     """The prompts that local rank 0 reads, mapped by each rank of its node. Collective."""
     mesh, start = run.mesh, time.monotonic()
-    work = _paced(steps, split) if mesh.local_rank == 0 else _at_once(lambda: None)
-    mine = _drive(run, work, f"{split} prompts")
+    label = key.removeprefix("data.").removesuffix("files").rstrip("_.")
+    work = _paced(steps, label) if mesh.local_rank == 0 else _at_once(lambda: None)
+    mine = _drive(run, work, f"{label} prompts")
     place = gather(mine and mine.place, mesh.node_group)[0]
     assert place is not None
     table = _drive(run, _at_once(lambda: mine or Table.at(place)))
@@ -141,18 +166,18 @@ def _read_once(run: Run, steps: Generator[float, None, Table], split: Split) -> 
     if len(set(told)) > 1:
         counts = ", ".join(str(count) for count, _ in told[:: mesh.dims.ranks_per_node])
         raise InputError(
-            f"data.{split}_files: the nodes have different prompts under these names ({counts}): "
+            f"{key}: the nodes have different prompts under these names ({counts}): "
             "every node must read the same files"
         )
     logger.info(
         "%s data: %d prompts of %.0f tokens on average, read and tokenized in %.1f s",
-        *(split, facts.num_prompts, facts.num_tokens / facts.num_prompts),
+        *(label, facts.num_prompts, facts.num_tokens / facts.num_prompts),
         time.monotonic() - start,
     )
     return PromptDataset.of(table)
 
 
-def _paced(steps: Generator[float, None, T], split: Split) -> Generator[float, None, T]:
+def _paced(steps: Generator[float, None, T], label: str) -> Generator[float, None, T]:
     """The same steps, but one for STEP_S seconds of them; how far they are goes into the log."""
     yielded = told = time.monotonic()
     while True:
@@ -165,7 +190,7 @@ def _paced(steps: Generator[float, None, T], split: Split) -> Generator[float, N
             told = now
             is_share = isinstance(done, float)
             far = f"{done:.0%} tokenized" if is_share else f"{done} rows read"
-            logger.info("%s data: %s", split, far)
+            logger.info("%s data: %s", label, far)
         if now - yielded >= STEP_S:
             yielded = now
             yield done

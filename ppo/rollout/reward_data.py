@@ -44,7 +44,7 @@ def check_truths(prompts: PromptSets, kwargs: Mapping[str, Any]) -> None:
 
 def warn_of_null_truths(prompts: PromptSets) -> None:
     """Say that some rows have no ground truth and others do: a function may not expect it."""
-    sets = [(rows, facts_of(rows)) for rows in (prompts.train, prompts.val)]
+    sets = [(rows, facts_of(rows)) for rows in prompts.sets()]
     lacking = sum(facts.num_null_truths for _, facts in sets)
     total = sum(facts.num_prompts for _, facts in sets)
     if 0 < lacking < total:
@@ -58,8 +58,8 @@ def check_columns(columns: frozenset[str], prompts: PromptSets) -> None:
 
     A row may lack what others of its data have: it gives null.
     """
-    for name, rows in (("training", prompts.train), ("validation", prompts.val)):
-        found = facts_of(rows).columns
+    for number, rows in enumerate(prompts.sets()):
+        name, found = "validation" if number else "training", facts_of(rows).columns
         if len(rows) and columns - found:
             lacking = ", ".join(map(repr, sorted(columns - found)))
             raise RewardError(
@@ -72,7 +72,7 @@ def first_requests(prompts: PromptSets) -> list[RewardRequest]:
     """An empty response to the first prompt of each data source, training and validation."""
     return [
         reward_request(rows[index])
-        for rows in (prompts.train, prompts.val)
+        for rows in prompts.sets()
         for index in facts_of(rows).first_of_source.values()
     ]
 

@@ -1,13 +1,11 @@
-"""Samples as people and files see them: rows, pass@k, parquet."""
+"""Samples as people and files see them: rows, parquet."""
 
 import json
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import comb
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -56,6 +54,7 @@ def _row(samples: Samples, index: int, length: int, reason: str) -> dict[str, An
         "prompt": prompt.messages,
         "response": samples.texts[index],
         "score": samples.scores[index].item() if has_score else None,
+        "answer": samples.answers[index],
         "components": samples.components[index],
         "failure": samples.failures[index],
         "data_source": prompt.data_source,
@@ -85,84 +84,6 @@ def kept_on_failure(
         finally:
             dist.barrier(group=scorer.run.mesh.host_group)
         raise
-
-
-def validation_metrics(rows: Sequence[Mapping[str, Any]], n: int) -> dict[str, float]:
-    """What is logged of n samples a prompt: mean@n and, with several, pass@k by data source.
-
-    A source whose rewards all failed has none.
-    """
-    metrics = {}
-    for source, summary in summarise(rows).items():
-        if summary.num_failed < summary.num_samples:
-            metrics[f"val-core/{source}/reward/mean@{n}"] = summary.mean_score
-            passes = summary.pass_at if n > 1 else {}
-            metrics |= {f"val-core/{source}/pass@{k}": share for k, share in passes.items()}
-    return metrics
-
-
-class Summary(NamedTuple):
-    """Figures of one data source; samples whose reward failed are left out of the scores."""
-
-    num_prompts: int
-    num_samples: int
-    num_failed: int
-    mean_score: float
-    pass_at: dict[int, float]
-    """by k"""
-    mean_length: float
-    max_length: int
-    clip_ratio: float
-    """share of responses that were cut by length"""
-
-    def __str__(self) -> str:
-        passes = " ".join(f"pass@{k} {share:.3f}" for k, share in self.pass_at.items())
-        return (
-            f"{self.num_prompts} prompts, {self.num_samples} samples ({self.num_failed} failed) | "
-            f"score {self.mean_score:.3f} | {passes} | length {self.mean_length:.1f} "
-            f"max {self.max_length} clipped {self.clip_ratio:.3f}"
-        )
-
-
-def summarise(rows: Sequence[Mapping[str, Any]], *, pass_score: float = 1.0) -> dict[str, Summary]:
-    """Summaries by data source, in alphabetical order."""
-    sources: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for row in rows:
-        sources[row["data_source"]].append(row)
-    return {source: _summarise(sources[source], pass_score) for source in sorted(sources)}
-
-
-def _summarise(rows: Sequence[Mapping[str, Any]], pass_score: float) -> Summary:
-    groups: dict[int, list[float]] = defaultdict(list)
-    for row in rows:
-        groups[row["prompt_index"]] += [] if row["score"] is None else [row["score"]]
-    scores = [score for group in groups.values() for score in group]
-    lengths = [row["response_length"] for row in rows]
-    most = max(len(group) for group in groups.values())
-    return Summary(
-        num_prompts=len(groups),
-        num_samples=len(rows),
-        num_failed=len(rows) - len(scores),
-        mean_score=_mean(scores),
-        pass_at={
-            k: _mean(
-                [
-                    pass_at_k(len(group), sum(score >= pass_score for score in group), k)
-                    for group in groups.values()
-                    if len(group) >= k
-                ]
-            )
-            for k in [2**i for i in range(most.bit_length())]
-        },
-        mean_length=_mean(lengths),
-        max_length=max(lengths),
-        clip_ratio=_mean([row["finish_reason"] == "length" for row in rows]),
-    )
-
-
-def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Probability that one of k samples, drawn without replacement, passes (Chen et al. 2021)."""
-    return 1.0 - comb(num_samples - num_passed, k) / comb(num_samples, k)
 
 
 def write_samples(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -213,7 +134,3 @@ def _known_to_json(value: Any) -> Any:
 
 def _valid(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -116,6 +116,7 @@ class Scorer:
         weight = 1.0 if weight is None else weight
         failures = {}
         for index, result in enumerate(results):
+            samples.answers[index] = result.answer
             if result.score is not None:
                 samples.scores[index] += weight * result.score
                 samples.components[index]["function"] = result.score

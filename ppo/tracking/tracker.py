@@ -27,7 +27,7 @@ LARGEST_BIN = 1e20
 """TensorBoard's histograms end there"""
 NUM_BINS = 32
 """of a line of histograms.jsonl"""
-_SAMPLES = re.compile(r"(?:train|val)_(\d{8,})\.jsonl")
+_SAMPLES = re.compile(r"(?:train|val(?:-[A-Za-z0-9_-]+)?)_(\d{8,})\.jsonl")
 
 
 class Tracker:
@@ -149,7 +149,7 @@ class Tracker:
 
         Args:
             rows: JSON-able, one sample each; "prompt", "response" and "score" are shown.
-            split: train or val.
+            split: train, val or val-NAME.
         """
         if not self._writes_samples or not rows:
             return

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ppo.config.bounds import FilePath, IntOrOff, Length, PositiveInt, Prompts, Seed
+from ppo.config.bounds import (
+    FilePath,
+    IntOrOff,
+    Length,
+    PositiveInt,
+    Prompts,
+    Samples,
+    Seed,
+    Temperature,
+    TopP,
+)
 from ppo.config.fields import MayChange, Section, derived
 
 
@@ -20,6 +30,22 @@ class CustomClassConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValSetConfig(Section):
+    """One validation set with a name; what is null is rollout.val_kwargs', or section data's."""
+
+    files: list[FilePath]
+    """as data.train_files"""
+    n: Samples | None = None
+    """responses per prompt"""
+    temperature: Temperature | None = None
+    """0 = greedy"""
+    top_p: TopP | None = None
+    """nucleus; 1 = off"""
+    max_response_length: Length | None = None
+    """longest response, tokens"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
     """Prompts: where they are, how they are cut, how many make a step."""
 
@@ -27,6 +53,10 @@ class DataConfig(Section):
     """parquet or JSONL files: one, many, globs; `tiny` = a seeded copy task"""
     val_files: MayChange[list[FilePath]] = field(default_factory=list)
     """as train_files; empty = no validation"""
+    val_sets: MayChange[dict[str, ValSetConfig]] = field(default_factory=dict)
+    """validation sets by name, {NAME: {files, n, temperature, top_p, max_response_length}}: all
+    but files may be left out, and follow rollout.val_kwargs and max_response_length; metrics
+    val-core/NAME/SOURCE/..."""
     prompt_key: str = "prompt"
     """column with the prompt: text, or a list of {role, content}"""
     reward_fn_key: str = "data_source"
@@ -38,7 +68,7 @@ class DataConfig(Section):
     train_batch_size: Prompts = 1024
     """prompts of one iteration, over all ranks"""
     val_batch_size: MayChange[PositiveInt | None] = None
-    """prompts generated at once in validation; null = all"""
+    """prompts generated at once in validation; null = all of a set"""
     shuffle: bool = True
     """shuffle the prompts anew in each epoch, seeded"""
     seed: Seed = derived("trainer.seed")
@@ -52,7 +82,7 @@ class DataConfig(Section):
     train_max_samples: IntOrOff = -1
     """use only the first so many training rows; -1 = all"""
     val_max_samples: MayChange[IntOrOff] = -1
-    """use only the first so many validation rows; -1 = all"""
+    """use only the first so many rows of each validation set; -1 = all"""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """passed on to tokenizer.apply_chat_template"""
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)

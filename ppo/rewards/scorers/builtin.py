@@ -98,6 +98,41 @@ def compute_score(
     return tiny.score(solution_str, ground_truth)
 
 
+def score_and_answer(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    method: str | None = None,
+) -> dict[str, Any]:
+    """{"score", "pred"}: the score of `compute_score`, and the answer that it is of, as text.
+
+    Two responses that answer the same have the same text; None where a scorer takes no answer out
+    of the response, or finds none.
+    """
+    score = compute_score(data_source, solution_str, ground_truth, extra_info, method=method)
+    _, chosen = check(data_source, ground_truth, extra_info, method=method)
+    return {"score": score, "pred": answer(scorer_of(data_source), chosen, solution_str)}
+
+
+def answer(scorer: str, method: str, text: str) -> str | None:
+    """What a response answers, in the form in which equal answers are equal texts."""
+    match scorer:
+        case "gsm8k":
+            return gsm8k.as_text(gsm8k.answer(text, method=method))
+        case "math":
+            boxed = math_answers.last_boxed(text)
+            return None if boxed is None else math_answers.normalize(boxed)
+        case "reasoning_gym" | "exact_match" if method == "last_number":
+            return gsm8k.as_text(gsm8k.last_number(text))
+        case "reasoning_gym":
+            return gym.answer(text)
+        case "exact_match" | "tiny":
+            return text.strip()
+    return None
+
+
 def check(
     data_source: str,
     ground_truth: Any,

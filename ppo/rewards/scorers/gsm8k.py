@@ -16,13 +16,25 @@ def score(text: str, ground_truth: object, *, method: str = "strict") -> float:
     Raises:
         ValueError: the ground truth is no number.
     """
-    tail = text[-TAIL:]
-    if method == "strict":
-        marked = re.findall(r"####\s*\$?\s*(-?[\d.,]+)", tail)
-        found = to_number(marked[-1]) if marked else None
-    else:
-        found = last_number(tail)
+    found = answer(text, method=method)
     return float(found is not None and found == true_number(ground_truth))
+
+
+def answer(text: str, *, method: str = "strict") -> Decimal | None:
+    """The number that the text answers, by the method of `score`."""
+    tail = text[-TAIL:]
+    if method != "strict":
+        return last_number(tail)
+    marked = re.findall(r"####\s*\$?\s*(-?[\d.,]+)", tail)
+    return to_number(marked[-1]) if marked else None
+
+
+def as_text(number: Decimal | None) -> str | None:
+    """The same text for 18, 18.0 and 0018."""
+    if not number:
+        return None if number is None else "0"
+    text = f"{number:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def last_number(text: str) -> Decimal | None:

@@ -34,10 +34,11 @@ def score(
         "answer": ground_truth,
         "metadata": metadata,
     }
-    return float(_own_scorer(task)(_answer(text), entry))
+    return float(_own_scorer(task)(answer(text), entry))
 
 
-def _answer(text: str) -> str:
+def answer(text: str) -> str:
+    """What stands in <answer> tags, else the whole text."""
     from reasoning_gym.utils import extract_answer
 
     tagged = extract_answer(text)

@@ -210,6 +210,35 @@ def test_a_feature_that_is_not_built_is_refused_by_name(override):
     assert found.startswith(override.split("=")[0])
 
 
+def test_validation_sets_have_names_and_follow_the_sampling_of_validation(tmp_path):
+    text = "data: {val_files: a.jsonl, val_sets: {aime: {files: b.jsonl, n: 8, temperature: 1}}}"
+    overrides = ("rollout.val_kwargs.top_p=0.9", "data.val_sets.aime.max_response_length=64")
+    overrides += ("data.val_sets.hard={files: [c.jsonl, d.jsonl]}",)
+    config = load_config(write(tmp_path, text), [*REQUIRED, *overrides])
+    assert from_yaml(to_yaml(config)) == config
+    assert {name: tuple(vars(val).values()) for name, val in config.val_sets.items()} == {
+        "": (["a.jsonl"], 1, 0.0, 0.9, 512),
+        "aime": (["b.jsonl"], 8, 1.0, 0.9, 64),
+        "hard": (["c.jsonl", "d.jsonl"], 1, 0.0, 0.9, 512),
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("{a: {n: 4}}", "data.val_sets.a.files: is required"),
+        ("{a: {files: x, n: many}}", "data.val_sets.a.n = 'many': must be a whole number"),
+        ("{a: {files: x, top_q: 1}}", "data.val_sets.a.top_q = '1': unknown key; did you mean top"),
+        ("{a: {files: x, n: 0}}", "data.val_sets.a.n = '0': must be at least 1"),
+        ("{a: [x]}", "data.val_sets.a = ['x']: must be a mapping with files, n"),
+        ("[x]", "data.val_sets = ['x']: must be a mapping"),
+    ],
+)
+def test_what_is_wrong_inside_a_mapping_is_named_by_its_dotted_key(value, words):
+    (found,) = problems(f"data.val_sets={value}")
+    assert found.startswith(words)
+
+
 def test_the_value_that_asks_for_no_unbuilt_feature_is_accepted():
     assert load("model.lora_rank=0", "guards.preset=none", "reward.manager=naive") == load()
 

@@ -38,6 +38,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
         case "close": os.closerange(0, 100); time.sleep(60)
         case "memory": return len(bytearray(64 << 30))
         case "none": return None
+        case "pred": return {"score": 1, "pred": ground_truth, "acc": 1}
         case "dict": return {"score": 1, "acc": True, "text": "t", "bad": float("nan"),
                              "inf": float("-inf"), "big": 10**400, "odd": Odd(), Odd(): 1, 5: 2,
                              "\\ud800": 3}
@@ -172,6 +173,13 @@ def test_workers_have_no_torch_no_core_files_and_prints_go_to_the_log(nasty, nas
 def test_dict_results_give_their_finite_numbers_as_metrics(nasty):
     extra = {"acc": 1.0, "5": 2.0, "\\ud800": 3.0}
     assert score(nasty, request("dict")) == [RewardResult(1.0, extra=extra)]
+
+
+def test_the_entry_pred_is_the_answer_and_no_metric(nasty):
+    preds = [" 3 ", 3, 2.5, True, None, "", [3]]
+    found = score(nasty, *(request("pred", truth=pred) for pred in preds))
+    assert [one.answer for one in found] == ["3", "3", "2.5", "True", None, None, None]
+    assert all(one.score == 1 and one.extra == {"acc": 1.0} for one in found)
 
 
 def test_signals_meant_for_the_trainer_do_not_end_workers(nasty):

@@ -8,7 +8,7 @@ import pytest
 from ppo.data.tiny import LETTERS
 from ppo.rewards.contract import RewardError
 from ppo.rewards.scorers import builtin, math_answers, tiny
-from ppo.rewards.scorers.builtin import compute_score, scorer_of
+from ppo.rewards.scorers.builtin import compute_score, score_and_answer, scorer_of
 from ppo.rewards.scorers.gsm8k import last_number
 
 
@@ -30,6 +30,26 @@ from ppo.rewards.scorers.gsm8k import last_number
 def test_gsm8k(text, truth, strict, flexible):
     assert compute_score("openai/gsm8k", text, truth) == strict
     assert compute_score("gsm8k", text, truth, method="flexible") == flexible
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "truth", "answer", "options"),
+    [
+        ("gsm8k", "#### 1,018.50", "1018.5", "1018.5", {}),
+        ("gsm8k", "so 0018", "18", "18", {"method": "flexible"}),
+        ("gsm8k", "none at all", "18", None, {}),
+        ("gsm8k", "#### -0.0", "0", "0", {}),
+        ("exact_match", " 58\n", "58", "58", {}),
+        ("exact_match", "58.0 it is", "58", "58", {"method": "last_number"}),
+        ("math", r"\boxed{\dfrac12}", r"\frac{1}{2}", r"\frac{1}{2}", {}),
+        ("math", "no box", "5", None, {}),
+        ("regex", "abc", "b", None, {}),
+        ("tiny", "abc", "abd", "abc", {}),
+    ],
+)
+def test_equal_answers_are_equal_texts(source, text, truth, answer, options):
+    found = score_and_answer(source, text, truth, **options)
+    assert found == {"score": compute_score(source, text, truth, **options), "pred": answer}
 
 
 def test_a_ground_truth_that_is_no_number_is_said():

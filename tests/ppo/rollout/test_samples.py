@@ -1,7 +1,6 @@
-"""pass@k by enumeration, summary, samples file, and rollout.py as a whole."""
+"""Samples files, and rollout.py as a whole."""
 
 import json
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,59 +14,12 @@ from ppo.config import ConfigError
 from ppo.data.tokenizer import load_tokenizer
 from ppo.models.build import build_causal_lm
 from ppo.models.tiny import build_tiny_model
-from ppo.rollout.samples import pass_at_k, summarise, validation_metrics, write_samples
+from ppo.rollout.figures import metrics_of, summarise
+from ppo.rollout.samples import write_samples
 from ppo.rollout.scoring import RewardsFailed
 from rollout import load_evaluation, main, parse_options
 from sharding.checkpoint import Checkpointer
 from sharding.mesh import build_mesh, init_distributed
-
-
-@pytest.mark.parametrize(("num_samples", "num_passed"), [(1, 0), (1, 1), (5, 2), (6, 5), (4, 0)])
-def test_pass_at_k_is_the_share_of_subsets_with_a_passing_sample(num_samples, num_passed):
-    passed = [index < num_passed for index in range(num_samples)]
-    for k in range(1, num_samples + 1):
-        subsets = list(combinations(passed, k))
-        expected = sum(any(subset) for subset in subsets) / len(subsets)
-        assert pass_at_k(num_samples, num_passed, k) == pytest.approx(expected)
-
-
-def row(index: int, score: float | None, length: int = 4, **more) -> dict:
-    return {
-        "prompt_index": index,
-        "score": score,
-        "response_length": length,
-        "finish_reason": "stop",
-        "data_source": "b",
-    } | more
-
-
-def test_a_summary_leaves_failed_samples_out_of_scores_and_counts_them():
-    rows = [row(0, 1.0), row(0, 0.0), row(0, 0.5), row(1, None), row(1, 0.0), row(1, 0.0)]
-    rows += [row(2, 1.0, 10, data_source="a", finish_reason="length")]
-    summaries = summarise(rows)
-    assert list(summaries) == ["a", "b"]
-    assert summaries["a"].clip_ratio == 1.0 and summaries["a"].max_length == 10
-    b = summaries["b"]
-    assert (b.num_prompts, b.num_samples, b.num_failed) == (2, 6, 1)
-    assert b.mean_score == pytest.approx(1.5 / 5)
-    # prompt 0: one of three passes; prompt 1: none of two
-    assert b.pass_at == pytest.approx({1: (1 / 3 + 0) / 2, 2: (2 / 3 + 0) / 2})
-    assert summarise(rows, pass_score=0.5)["b"].pass_at[1] == pytest.approx((2 / 3 + 0) / 2)
-
-
-def test_validation_with_several_samples_logs_pass_at_k_too():
-    rows = [row(0, 1.0), row(0, 0.0), row(0, 0.5), row(0, 0.0)]  # one of four passes
-    rows += [row(1, None), row(1, 1.0), row(1, 2.0), row(1, 1.0)]  # three of three
-    rows += [row(2, None, data_source="failed")] * 4
-    assert validation_metrics(rows, 4) == pytest.approx(
-        {
-            "val-core/b/reward/mean@4": 5.5 / 7,
-            "val-core/b/pass@1": (1 / 4 + 1) / 2,
-            "val-core/b/pass@2": (1 / 2 + 1) / 2,
-            "val-core/b/pass@4": 1.0,  # of the one prompt that has four scores
-        }
-    )
-    assert validation_metrics([row(0, 0.5)], 1) == {"val-core/b/reward/mean@1": 0.5}
 
 
 def test_samples_are_written_whole_and_read_back(tmp_path):
@@ -162,7 +114,11 @@ def evaluate_rows(folder: Path, data: Path, checkpoint: Path, *overrides: str) -
         ]
     )
     assert code == 0
-    return pq.read_table(out).to_pylist()
+    rows = pq.read_table(out).to_pylist()
+    figures = json.loads(out.with_suffix(".metrics.json").read_text())
+    assert figures == metrics_of(summarise(rows), 2)
+    assert figures["val-core/tiny/reward/mean@2"] == sum(r["score"] for r in rows) / len(rows)
+    return rows
 
 
 REWARD = """

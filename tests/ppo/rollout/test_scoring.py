@@ -61,7 +61,7 @@ def scorer_of(folder: Path, *overrides: str) -> Iterator[Scorer]:
             *overrides,
         ],
     )
-    prompts = PromptSets(TOKENIZER, [make_prompt(0, "exact_match")], [], 512)
+    prompts = PromptSets(TOKENIZER, [make_prompt(0, "exact_match")], {}, 512)
     with init_distributed(torch.device("cpu")):
         mesh = build_mesh(config.dims(1, 1), torch.device("cpu"))
         with Run(config, mesh, command=["test"]) as run, open_rewards(config, run, prompts) as pool:
@@ -148,7 +148,7 @@ def test_equal_scores_of_a_whole_step_are_said_when_they_begin(tmp_path, caplog)
 
 
 def sets(train: Sequence[Prompt], val: Sequence[Prompt] = ()) -> PromptSets:
-    return PromptSets(TOKENIZER, list(train), list(val), 512)
+    return PromptSets(TOKENIZER, list(train), {"": list(val)}, 512)
 
 
 @pytest.mark.parametrize(
