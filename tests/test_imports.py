@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppo.files": {"ppo.errors"},
     "ppo.plugin": {"ppo.errors"},
     "ppo.tracking": {"ppo.errors", "ppo.files"},
+    "ppo.report": {"ppo.errors", "ppo.files"},
     **dict.fromkeys(MATHS, MATHS),
     "sharding": set(),
     "ppo.config": {"ppo.errors", "sharding"},
@@ -71,7 +72,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Finer than rooms: these files of a room may import less than it, or alone what it may.
 ONLY_PREPARE_KNOWS_SCORERS = "ppo/data/prepare/"
 NO_TORCH = (
-    *("ppo/check/", "ppo/config/", "ppo/rewards/", "ppo/errors.py", "ppo/plugin.py"),
+    *("ppo/check/", "ppo/config/", "ppo/report/", "ppo/rewards/", "ppo/errors.py"),
+    "ppo/plugin.py",
     *("ppo/model_shapes.py", "sharding/dims.py", "sharding/heads.py", "sharding/layout.py"),
     "sharding/partition.py",
 )
