@@ -178,7 +178,7 @@ def _histograms(rows: Iterator[Mapping[str, Any]]) -> dict[str, list[Histogram]]
     found: dict[str, dict[int, Histogram]] = {}
     for row in rows:
         name, counts = row.get("name"), row.get("counts")
-        numbers = [row.get(key) for key in ("step", "low", "high")]
+        numbers: list[Any] = [row.get(key) for key in ("step", "low", "high")]
         if not isinstance(name, str) or not isinstance(counts, list) or not counts:
             continue
         if all(type(x) in (int, float) and math.isfinite(x) for x in [*numbers, *counts]):
