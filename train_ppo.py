@@ -56,7 +56,7 @@ from ppo.state import TrainState, find_start, load_models, open_checkpoints, sav
 from ppo.step_metrics import EngineAlarm, perf_metrics, summarise_batch
 from ppo.tracking.tracker import Tracker
 from ppo.update import (
-    add_loss_weights,
+    correct_rollout,
     epoch_mini_batches,
     needs_old_logprobs,
     update_actor,
@@ -215,7 +215,9 @@ def add_logprobs_and_values(
     temperature = config.rollout.temperature
     everything = [list(range(len(batch.all)))]
     parts = epoch_mini_batches(batch.all, config.actor, seed=config.trainer.seed, step=step)
-    if needs_old_logprobs(config, len(parts)):
+    if config.algorithm.correction.bypass_old_logprob:
+        batch.old_logprobs, batch.bypasses_old = batch.rollout_logprobs, True
+    elif needs_old_logprobs(config, len(parts)):
         with metrics.timed("old_log_prob"), actor.on_device() as module:
             batch.old_logprobs = response_logprobs(
                 module,
@@ -264,7 +266,7 @@ def add_advantages(
     batch.advantages, batch.returns = estimate(batch, algorithm, ranks)
     if algorithm.needs.siblings:
         metrics.set("reward/alone", int(overview.alone.sum()))
-    add_loss_weights(batch, config, metrics, ranks)
+    correct_rollout(batch, config, metrics, ranks)
 
 
 @record

@@ -1,4 +1,4 @@
-"""Losses per token, how they become one number, and the rollout correction: pure tensor maths.
+"""Losses per token, and how they become one number: pure tensor maths.
 
 Owns the formulas of policy and value loss. Must not know configurations, models or ranks. Letters:
 B sequences, T response tokens. Every aggregation is linear in the loss, with weights that follow
@@ -10,9 +10,8 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from ppo.advantages import all_reduced, at_least_float32
+from ppo.advantages import at_least_float32
 
 AggregationMode = Literal[
     "token-mean",
@@ -166,83 +165,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     limited = values.clamp(old_values - clip, old_values + clip)
     clipped = (limited - returns).square()
     return ValueLoss(0.5 * torch.maximum(unclipped, clipped), clipped > unclipped)
-
-
-def rollout_ratios(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    level: Literal["token", "sequence"],
-) -> Tensor:
-    """Importance weights of the engine's samples as they are, before anything is truncated.
-
-    w = exp(clamp(d, +-20)), d the difference of trainer's and engine's log-probabilities of a
-    token, or its sum over a sequence.
-
-    Args:
-        old_logprobs, rollout_logprobs: [B, T], of trainer and engine.
-        mask: bool [B, T].
-        level: one weight per token or per sequence.
-
-    Returns:
-        [B, T], 0 where `mask` is False; no gradient.
-    """
-    difference = at_least_float32(old_logprobs.detach()) - at_least_float32(rollout_logprobs)
-    difference = torch.where(mask, difference, 0.0)  # [B, T]
-    if level == "sequence":
-        difference = difference.sum(-1, keepdim=True).expand_as(difference)
-    return torch.where(mask, difference.clamp(-20.0, 20.0).exp(), 0.0)
-
-
-def rollout_weights(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    level: Literal["token", "sequence"] | None,
-    threshold: float,
-    icepop: tuple[float, float] | list[float] | None = None,
-) -> Tensor:
-    """What each token's loss is multiplied with, to correct for the engine's probabilities.
-
-    Truncated importance sampling (F. Yao et al., "Your efficient RL framework secretly brings you
-    off-policy RL training", 2025): min(w, threshold), w from `rollout_ratios`. IcePop (Ling team,
-    "Small leak can sink a great ship", 2025) drops tokens whose own ratio lies outside [lo, hi].
-
-    Args:
-        old_logprobs, rollout_logprobs, mask: see `rollout_ratios`.
-        level: one weight per token or per sequence; None: 1.
-        threshold: largest weight.
-        icepop: (lo, hi), or None: no token is dropped.
-
-    Returns:
-        [B, T], 0 where `mask` is False or the token is dropped; no gradient.
-    """
-    kept, weights = mask, mask.float()
-    if level is not None:
-        ratios = rollout_ratios(old_logprobs, rollout_logprobs, mask, level=level)
-        weights = ratios.clamp(max=threshold)
-    if icepop is not None:
-        ratios = rollout_ratios(old_logprobs, rollout_logprobs, mask, level="token")
-        kept = mask & (ratios >= icepop[0]) & (ratios <= icepop[1])
-    return torch.where(kept, weights, 0.0)
-
-
-def effective_sample_size(
-    weights: Tensor, mask: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
-    """Share of the counted tokens that the weights amount to, (sum w)^2 / (n sum w^2), 0 to 1.
-
-    Args:
-        weights: [B, T] from `rollout_ratios`.
-        mask: bool [B, T].
-        group: ranks that hold a part of the batch each, as for `masked_whiten`; every one calls.
-    """
-    weights = torch.where(mask, weights.double(), 0.0)
-    sums = torch.stack([weights.sum(), weights.square().sum(), mask.sum().double()])
-    total, squares, count = all_reduced(sums, group)
-    return total.square() / (squares * count).clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def rollout_probs_diff(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> ProbsDiff:

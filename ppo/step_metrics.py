@@ -87,9 +87,10 @@ def summarise_batch(batch: RolloutBatch, batcher: Batcher, metrics: Metrics) -> 
         unexplained = masked_variance(batch.returns - batch.values, mask, ranks)
         variance = masked_variance(batch.returns, mask, ranks).clamp(min=1e-12)
         metrics.set("critic/vf_explained_var", (1 - unexplained / variance).item())
-    if batch.old_logprobs is not None:
-        diff = rollout_probs_diff(batch.old_logprobs, batch.rollout_logprobs, mask)
-        number = mask.sum()
+    if batch.old_logprobs is not None and not batch.bypasses_old:
+        scored = batch.is_scored
+        diff = rollout_probs_diff(batch.old_logprobs, batch.rollout_logprobs, scored)
+        number = scored.sum()
         metrics.add("training/rollout_probs_diff_mean", diff.mean * number, number)
         metrics.maximum("training/rollout_probs_diff_max", diff.max)
     _balance(batch, batcher, metrics)

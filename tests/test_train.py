@@ -252,12 +252,20 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         "rollout.n=2",
         "algorithm.use_kl_in_reward=false",
         "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.reject.seq_mean_k1=[0.9, 1.1]",
+        "algorithm.rollout_correction.rollout_token_veto_threshold=1e-3",
+        *("rollout.top_p=0.9", "rollout.top_k=100"),
         "actor.use_kl_loss=true",
         "actor.entropy_coeff=0.01",
         "trainer.total_training_steps=2",
         "trainer.save_freq=1",
     )
-    jobs = {"grpo": overrides, "failing": failing}
+    bypass = (
+        *("algorithm.adv_estimator=grpo", "rollout.n=2", "algorithm.use_kl_in_reward=false"),
+        *("algorithm.rollout_correction.preset=bypass_ppo_clip", "actor.ppo_epochs=2"),
+        "trainer.total_training_steps=1",
+    )
+    jobs = {"grpo": overrides, "failing": failing, "bypass": bypass}
     run_distributed(train_here, 2, [(str(folder / name), jobs[name]) for name in jobs])
     return {name: rows_of(folder / name) for name in jobs}
 
@@ -274,6 +282,24 @@ def test_grpo_trains_without_a_critic(grpo):
         assert "critic/vf_loss" not in row
         assert row["actor/kl_loss"] >= 0
         assert row["actor/grad_norm"] > 0
+
+
+@pytest.mark.distributed
+def test_weights_of_engine_and_trainer_are_one_also_where_top_p_and_top_k_cut(grpo):
+    """Both log-probs are of the whole distribution: what is cut away is in neither."""
+    for row in grpo:
+        assert row["rollout_corr/is_mean"] == pytest.approx(1, abs=1e-4)
+        assert row["rollout_corr/eff_sample_size"] == pytest.approx(1, abs=1e-4)
+        assert row["rollout_corr/rs_masked_fraction"] == row["rollout_corr/veto_fraction"] == 0
+
+
+@pytest.mark.distributed
+def test_bypassing_the_old_log_probs_saves_their_pass_and_measures_in_the_first_mini_batch(pair):
+    [row] = pair["bypass"]
+    assert "timing_s/old_log_prob" not in row and "timing_s/old_log_prob" in pair["grpo"][0]
+    assert row["actor/entropy"] > 0 and row["actor/grad_norm"] > 0
+    assert 0 < row["training/rollout_probs_diff_max"] < 1e-4  # weights have not moved yet
+    assert row["actor/ppo_kl_k3"] > 1e-5  # over both epochs they have
 
 
 @pytest.mark.distributed

@@ -77,6 +77,7 @@ class Overview:
     cut: Tensor  # [B] bool, the response ended by its length
     greedy_scores: Tensor | None = None  # [prompts] of the greedy responses, where sampled
     are_scored: bool = True  # false: nothing scores, all scores are 0
+    rejected: Tensor | None = None  # [B] response tokens that the rollout correction takes out
 
     def __len__(self) -> int:
         """B."""
@@ -89,8 +90,9 @@ class Overview:
 
     @property
     def counted(self) -> Tensor:
-        """[B] response tokens that count: none of a failed sample."""
-        return torch.where(self.failed, 0, self.response_lengths)
+        """[B] response tokens that count: none of a failed sample, nor a rejected one."""
+        rejected = 0 if self.rejected is None else self.rejected
+        return torch.where(self.failed, 0, self.response_lengths - rejected)
 
     @property
     def alone(self) -> Tensor:
@@ -105,8 +107,8 @@ class RolloutBatch:
     """The b rows of a batch that this rank computes with; host tensors.
 
     The ranks of an sp group hold the same rows. response_mask [b, T] bool, True = the token counts:
-    a padding position, or any token of a sample whose reward failed, does not. Optional tensors
-    are filled as the step goes on.
+    a padding position, any token of a sample whose reward failed, or one that the rollout
+    correction rejects, does not. Optional tensors are filled as the step goes on.
     """
 
     all: Overview
@@ -114,6 +116,7 @@ class RolloutBatch:
     rows: Tensor  # [b] the samples here, ascending
     tokens: Tensor  # int32, prompts and responses of all rows, one after the other
     response_mask: Tensor  # [b, T] bool
+    bypasses_old: bool = False  # old_logprobs are the engine's
     rollout_logprobs: Tensor  # [b, T] float32, from the engine
     old_logprobs: Tensor | None = None  # [b, T] trainer, before the update
     ref_logprobs: Tensor | None = None  # [b, T]
@@ -142,6 +145,11 @@ class RolloutBatch:
     def is_response(self) -> Tensor:
         """[b, T] bool: no padding; counted or not."""
         return positions_up_to(self.all.response_lengths[self.rows])
+
+    @property
+    def is_scored(self) -> Tensor:
+        """[b, T] bool: response tokens of samples that have a score, also those rejected since."""
+        return self.is_response & ~self.all.failed[self.rows, None]
 
     def documents(self, indices: Sequence[int]) -> list[Tensor]:
         """Token ids of prompt and response of some rows, int32."""

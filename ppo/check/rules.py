@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ppo.check.filtering import filtering_problems
 from ppo.config import Config, FsdpConfig, Problem
 from ppo.rewards.contract import RewardError
 from ppo.rewards.function import functions_of
@@ -36,6 +37,7 @@ def check_config(config: Config, *, world_size: int, ranks_per_node: int) -> lis
         *_estimator(config),
         *_lengths(config),
         *_pairs(config),
+        *filtering_problems(config),
         *_rows_and_samples(config),
         *_rewards(config),
         *_validation(config),
@@ -177,14 +179,6 @@ def _pairs(config: Config) -> Iterator[Problem]:
         betas = getattr(config, name).optim.betas
         if len(betas) != 2:
             yield Problem(f"{name}.optim.betas", betas, "must be two numbers", "use [0.9, 0.999]")
-    icepop = config.algorithm.rollout_correction.icepop
-    if icepop is not None and (len(icepop) != 2 or icepop[0] >= icepop[1]):
-        yield Problem(
-            "algorithm.rollout_correction.icepop",
-            icepop,
-            "must be [lo, hi] with lo < hi",
-            "use [0.5, 5.0]",
-        )
     control = config.algorithm.kl_ctrl
     if control.type != "fixed" and control.min > control.max:
         yield Problem(

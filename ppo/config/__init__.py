@@ -18,10 +18,13 @@ from ppo.config.schema import flatten as values_of
 from ppo.config.schema import with_values
 from ppo.config.sections.actor import ActorConfig, CriticConfig, LossAggMode, RefConfig
 from ppo.config.sections.algorithm import (
+    CORRECTION_PRESETS,
     ESTIMATOR_NEEDS,
     AdvEstimator,
     AlgorithmConfig,
     KlControlConfig,
+    RejectRule,
+    RolloutCorrectionConfig,
 )
 from ppo.config.sections.data import CustomClassConfig, DataConfig, ValSetConfig
 from ppo.config.sections.model import (
@@ -36,6 +39,7 @@ from ppo.config.sections.rollout import ENGINE_TRAITS, EngineTraits, RolloutConf
 from ppo.config.sections.trainer import CheckConfig, TrainerConfig
 
 __all__ = [
+    "CORRECTION_PRESETS",
     "ENGINE_TRAITS",
     "ESTIMATOR_NEEDS",
     "ActorConfig",
@@ -59,9 +63,11 @@ __all__ = [
     "ParallelConfig",
     "Problem",
     "RefConfig",
+    "RejectRule",
     "RewardConfig",
     "RewardFunctionConfig",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "TrainerConfig",
     "ValSetConfig",
     "changed_keys",

@@ -1,17 +1,11 @@
 """The two updates of an iteration, and what the actor's leaves out or weighs."""
 
-from ppo.update.steps import (
-    Part,
-    add_loss_weights,
-    epoch_mini_batches,
-    needs_old_logprobs,
-    update_actor,
-    update_critic,
-)
+from ppo.update.correction import correct_rollout, needs_old_logprobs
+from ppo.update.steps import Part, epoch_mini_batches, update_actor, update_critic
 
 __all__ = [
     "Part",
-    "add_loss_weights",
+    "correct_rollout",
     "epoch_mini_batches",
     "needs_old_logprobs",
     "update_actor",

@@ -13,24 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ppo.advantages import masked_mean
 from ppo.batch.packing import Batcher, MicroBatch
 from ppo.batch.samples import Overview, RolloutBatch, mini_batches
 from ppo.batch.shares import move, owners_of
 from ppo.config import ActorConfig, Config, CriticConfig
 from ppo.kl import kl_estimate
-from ppo.losses import (
-    effective_sample_size,
-    rollout_probs_diff,
-    rollout_ratios,
-    rollout_weights,
-    token_weights,
-    value_loss,
-)
+from ppo.losses import rollout_probs_diff, token_weights, value_loss
 from ppo.metrics import Metrics
 from ppo.models.learner import Learner
 from ppo.policy_losses import POLICY_LOSSES, SELECTING, PolicyInputs
 from ppo.selection import covariances, largest, noise
+from ppo.update.correction import correct_in_update
 
 
 class Part(NamedTuple):
@@ -40,6 +33,7 @@ class Part(NamedTuple):
     weights: Tensor  # [K] of each token in the mini-batch's loss, times D
     world_size: int  # D, the ranks that FSDP averages gradients over
     share: float  # this part of 1 over all ranks and micro-batches of the mini-batch
+    is_first: bool  # of the first mini-batch: the weights are still those that sampled
 
     def log_loss(self, metrics: Metrics, name: str, loss: Tensor) -> None:
         """Add a mini-batch loss, so that its mean over mini-batches is reported."""
@@ -60,47 +54,6 @@ def epoch_mini_batches(
         overview.group_ids, num_prompts=section.ppo_mini_batch_size, seed=shuffle_seed
     )
     return [part.tolist() for part in parts]
-
-
-def needs_old_logprobs(config: Config, num_mini_batches: int) -> bool:
-    """False when the update's own detached log-probs can stand in for the old ones."""
-    correction = config.algorithm.rollout_correction
-    return (
-        num_mini_batches * config.actor.ppo_epochs > 1
-        or config.algorithm.charges_kl
-        or config.algorithm.needs.teacher
-        or correction.rollout_is is not None
-        or correction.icepop is not None
-        or config.actor.policy_loss.loss_mode in SELECTING
-    )
-
-
-def add_loss_weights(
-    batch: RolloutBatch, config: Config, metrics: Metrics, ranks: ProcessGroup | None = None
-) -> None:
-    """Weights against the mismatch of engine and trainer, where a correction is asked for.
-
-    ranks: that hold all rows once, whose statistics are logged; None: this one does. Collective.
-    """
-    correction, mask = config.algorithm.rollout_correction, batch.response_mask
-    if correction.rollout_is is None and correction.icepop is None:
-        return
-    assert batch.old_logprobs is not None
-    logprobs = batch.old_logprobs, batch.rollout_logprobs
-    batch.loss_weights = rollout_weights(
-        *logprobs,
-        mask,
-        level=correction.rollout_is,
-        threshold=correction.rollout_is_threshold,
-        icepop=correction.icepop,
-    )
-    # of the weights before they are truncated: truncated ones never tell that engine and
-    # trainer have drifted apart
-    ratios = rollout_ratios(*logprobs, mask, level=correction.rollout_is or "token")
-    metrics.set("rollout_corr/is_mean", masked_mean(ratios, mask, ranks).item())
-    metrics.maximum("rollout_corr/is_max", ratios.max().item() if ratios.numel() else 0.0)
-    share = effective_sample_size(ratios, mask, ranks)
-    metrics.set("rollout_corr/eff_sample_size", share.item())
 
 
 class _Update(NamedTuple):
@@ -129,7 +82,7 @@ class _Update(NamedTuple):
         learner, metrics = self.learner, self.metrics
         overview, batcher = self.batch.all, self.batcher
         metrics.set(f"{learner.name}/lr", learner.set_lr(step))
-        seed = self.config.trainer.seed
+        seed, is_first = self.config.trainer.seed, True
         with learner.updating() as module:
             for epoch in range(self.section.ppo_epochs):
                 parts = epoch_mini_batches(
@@ -142,11 +95,14 @@ class _Update(NamedTuple):
                     if not counted.any():
                         continue
                     prepare(samples, epoch)
-                    for part in self.parts(plan, counted):
+                    for part in self.parts(plan, counted, is_first=is_first):
                         objective(self, module, part).backward()
                     metrics.add(f"{learner.name}/grad_norm", learner.step(), 1)
+                    is_first = False
 
-    def parts(self, plan: Sequence[Sequence[int]], counted: Tensor) -> Iterator[Part]:
+    def parts(
+        self, plan: Sequence[Sequence[int]], counted: Tensor, *, is_first: bool = False
+    ) -> Iterator[Part]:
         """This rank's micro-batches of one mini-batch, weighted by all that counts in it.
 
         Args:
@@ -169,7 +125,8 @@ class _Update(NamedTuple):
             self.metrics.add("perf/padding_waste", micro.num_padding, total)
             if batcher.mesh.dims.dp_replicate > 1:  # replicas are summed with the last one only
                 self.learner.module.set_requires_all_reduce(number == len(plan))  # pyright: ignore
-            yield Part(micro, micro.put(weights), world_size, 1.0 / (len(plan) * world_size))
+            share = 1.0 / (len(plan) * world_size)
+            yield Part(micro, micro.put(weights), world_size, share, is_first)
 
 
 def update_actor(
@@ -234,13 +191,16 @@ def _policy_objective(update: _Update, module: nn.Module, part: Part) -> Tensor:
     """agg(L w) - entropy_coeff agg(H) + kl_loss_coef agg(KL) of one micro-batch, a scalar."""
     section, batch, metrics = update.config.actor, update.batch, update.metrics
     micro, count = part.micro, part.micro.labels.numel()
+    had_no_old_pass = batch.old_logprobs is None or batch.bypasses_old
+    is_old_pass = had_no_old_pass and part.is_first
     found = module(
         **micro.inputs,
         labels=micro.labels,
         temperature=update.config.rollout.temperature,
-        with_entropy=section.entropy_coeff != 0 or batch.old_logprobs is None,
+        with_entropy=section.entropy_coeff != 0 or is_old_pass,
     )
     logprobs = found.logprobs  # [K]
+    sum_of_sequence = partial(update.batcher.sum_of_sequence, micro)
     old = logprobs.detach() if batch.old_logprobs is None else micro.take(batch.old_logprobs)
     assert batch.advantages is not None
     policy = POLICY_LOSSES[section.policy_loss.loss_mode](
@@ -249,23 +209,30 @@ def _policy_objective(update: _Update, module: nn.Module, part: Part) -> Tensor:
             old,
             micro.take(batch.advantages),
             keys=section,
-            sum_of_sequence=partial(update.batcher.sum_of_sequence, micro),
+            sum_of_sequence=sum_of_sequence,
             selected=None if batch.selected is None else micro.take(batch.selected),
         )
     )
     per_token = policy.loss
     if batch.loss_weights is not None:
         per_token = per_token * micro.take(batch.loss_weights)
+    if batch.bypasses_old:
+        engines = micro.take(batch.rollout_logprobs)
+        correction = update.config.algorithm.correction
+        per_token = per_token * correct_in_update(
+            logprobs - engines, correction, sum_of_sequence, metrics
+        )
     loss = (per_token * part.weights).sum()
     part.log_loss(metrics, "actor/pg_loss", loss)
     for name, values in policy.metrics.items():
         metrics.add(f"actor/{name}", values.sum(), count)
     metrics.add("actor/ppo_kl", kl_estimate(old, logprobs.detach(), "k1").sum(), count)
     metrics.add("actor/ppo_kl_k3", kl_estimate(old, logprobs.detach(), "k3").sum(), count)
-    if batch.old_logprobs is None:
+    if is_old_pass:
         metrics.add("actor/entropy", found.entropy.detach().sum(), count)
         everything = torch.ones_like(micro.labels, dtype=torch.bool)
-        diff = rollout_probs_diff(old, micro.take(batch.rollout_logprobs), everything)
+        engines = micro.take(batch.rollout_logprobs)
+        diff = rollout_probs_diff(logprobs.detach(), engines, everything)
         metrics.add("training/rollout_probs_diff_mean", diff.mean * count, count)
         metrics.maximum("training/rollout_probs_diff_max", diff.max)
     if section.entropy_coeff != 0:

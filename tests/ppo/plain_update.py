@@ -4,6 +4,7 @@ Plain transformers on padded rows, unsharded, formulas written out token by toke
 with ppo/losses.py.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ SCALE = 80  # data.max_response_length, longer than any response
 TEMPERATURE, CLIP_LOW, CLIP_HIGH, CLIP_C, CLIP_VALUE = 0.8, 0.2, 0.28, 3.0, 0.5
 ENTROPY_COEFF, KL_LOSS_COEF = 0.05, 0.3
 COV_LOW, COV_HIGH, COV_SHARE, SEED = 0.0, 5.0, 0.15, 42
+TOKEN_BOUNDS, MEAN_BOUNDS, VETO, LARGEST_WEIGHT = (0.4, 2.5), (0.7, 1.4), 0.2, 1.5
 
 
 def make_data() -> RolloutBatch:
@@ -47,6 +49,7 @@ def make_data() -> RolloutBatch:
     batch.old_logprobs, batch.ref_logprobs, batch.values = noise(0.8), noise(0.3), noise(0.6)
     batch.advantages, batch.returns = noise(1.0), noise(1.0)
     batch.loss_weights = noise(1.0).abs()
+    batch.rollout_logprobs = noise(0.4)
     return batch
 
 
@@ -72,12 +75,44 @@ def with_scores(batch: RolloutBatch, actor: Any, critic: Any) -> RolloutBatch:
         for t in range(RESPONSES[i]):
             at = prompt_length + t
             now = logprobs[i, at - 1, ids[i, at]]
-            for tensor in (batch.old_logprobs, batch.ref_logprobs):
+            for tensor in (batch.old_logprobs, batch.ref_logprobs, batch.rollout_logprobs):
                 assert tensor is not None
                 tensor[i, t] += now
             assert batch.values is not None
             batch.values[i, t] += values[i, at - 1]
     return batch
+
+
+def are_kept(log_ratios: list[float]) -> list[bool]:
+    """Which tokens of a sequence the rules of rejection above leave in, worked out one by one."""
+    ratios = [math.exp(d) for d in log_ratios]
+    mean = math.exp(sum(log_ratios) / len(log_ratios))
+    if not MEAN_BOUNDS[0] <= mean <= MEAN_BOUNDS[1] or min(ratios) < VETO:
+        return [False] * len(ratios)
+    return [TOKEN_BOUNDS[0] <= r <= TOKEN_BOUNDS[1] for r in ratios]
+
+
+def kept_tokens(batch: Any) -> list[list[int]]:
+    """Tokens of each sequence that old and rollout log-probs leave in."""
+    kept = []
+    for i, length in enumerate(RESPONSES):
+        d = (batch.old_logprobs[i, :length] - batch.rollout_logprobs[i, :length]).tolist()
+        keeps = are_kept(d) if d and i not in FAILED else []
+        kept.append([t for t, keep in enumerate(keeps) if keep])
+    return kept
+
+
+def bypassed(outputs: Tensor, ids: Tensor, batch: Any, i: int) -> list[tuple[Tensor, Tensor]]:
+    """The policy gradient's loss of each token of sequence i, weighed by its own log-probs."""
+    first, rows = int(batch.prompt_lengths[i]), range(RESPONSES[i])
+    logprobs = [outputs[first + t - 1, ids[first + t]] for t in rows]
+    d = [(x.detach() - batch.rollout_logprobs[i, t]).item() for t, x in enumerate(logprobs)]
+    weight = min(math.exp(sum(d)), LARGEST_WEIGHT)
+    losses = [
+        -batch.advantages[i, t].double() * x * (weight if keep else 0.0)
+        for t, x, keep in zip(rows, logprobs, are_kept(d), strict=True)
+    ]
+    return [(loss, loss) for loss in losses]
 
 
 def one_token_of_policy(
@@ -149,23 +184,24 @@ def one_token_of_covariance(
 
 
 def tokens_of_sequence(
-    loss_mode: str, outputs: Tensor, ids: Tensor, batch: Any, i: int
+    loss_mode: str, outputs: Tensor, ids: Tensor, batch: Any, i: int, rows: list[int]
 ) -> list[tuple[Tensor, Tensor]]:
-    """The loss of each token of sequence i, where the ratio is that of the whole sequence."""
-    first, rows = int(batch.prompt_lengths[i]), range(RESPONSES[i])
+    """The loss of each of these tokens of sequence i, whose ratio is that of all of them."""
+    first = int(batch.prompt_lengths[i])
     d = [outputs[first + t - 1, ids[first + t]] - batch.old_logprobs[i, t] for t in rows]
     losses = []
-    for t in rows:
+    for number, t in enumerate(rows):
         advantage = batch.advantages[i, t].double()
         if loss_mode == "geo_mean":
             signs = [batch.advantages[i, u].sign() for u in rows]
             low, high = torch.tensor(-CLIP_LOW).double(), torch.tensor(CLIP_HIGH).double()
             kept = [min(x, high) if s > 0 else max(x, low) for x, s in zip(d, signs, strict=True)]
             mean = torch.stack(kept).detach().mean()
-            losses.append(-advantage * mean.exp() * (1 + kept[t] - kept[t].detach()))
+            own = kept[number]
+            losses.append(-advantage * mean.exp() * (1 + own - own.detach()))
         else:
             mean = torch.stack(d).detach().mean()
-            ratio = mean.exp() * (d[t] - d[t].detach()).exp()
+            ratio = mean.exp() * (d[number] - d[number].detach()).exp()
             limited = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
             losses.append(-min(ratio * advantage, limited * advantage))
     return [(loss, loss) for loss in losses]
@@ -179,15 +215,22 @@ def reference(
     regularised: bool,
     seen: set[str],
     loss_mode: str = "vanilla",
+    rejecting: bool = False,
 ) -> tuple[float, dict[str, Tensor]]:
-    """Logged loss and gradients of one mini-batch."""
-    indices = [i for i in part if not batch.all.failed[i] and RESPONSES[i]]
+    """Logged loss and gradients of one mini-batch.
+
+    rejecting: `kept_tokens` alone count; with gpg, what the update's log-probs reject is weighed 0.
+    """
+    counted = [list(range(0 if i in FAILED else length)) for i, length in enumerate(RESPONSES)]
+    if rejecting and loss_mode != "gpg":
+        counted = kept_tokens(batch)
+    indices = [i for i in part if not batch.all.failed[i] and counted[i]]
     ids, outputs = padded_forward(model, batch, indices)
     chosen = chosen_tokens(loss_mode, batch, part)
     logged, complete = [], []
     for row, i in enumerate(indices):
         pairs = []
-        for t in range(RESPONSES[i]):
+        for t in counted[i]:
             at = int(batch.prompt_lengths[i]) + t
             output, token = outputs[row, at - 1], int(ids[row, at])
             if hasattr(model, "score"):
@@ -195,7 +238,9 @@ def reference(
             else:
                 pairs.append(one_token_of_policy(output, token, batch, (i, t), regularised, seen))
         if loss_mode in ("gspo", "geo_mean"):
-            pairs = tokens_of_sequence(loss_mode, outputs[row], ids[row], batch, i)
+            pairs = tokens_of_sequence(loss_mode, outputs[row], ids[row], batch, i, counted[i])
+        elif loss_mode == "gpg":
+            pairs = bypassed(outputs[row], ids[row], batch, i)
         elif loss_mode != "vanilla":
             first = int(batch.prompt_lengths[i])
             losses = [

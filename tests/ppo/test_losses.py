@@ -9,11 +9,8 @@ import torch
 from ppo.losses import (
     AggregationMode,
     aggregate,
-    effective_sample_size,
     policy_loss,
     rollout_probs_diff,
-    rollout_ratios,
-    rollout_weights,
     token_weights,
     value_loss,
 )
@@ -183,46 +180,6 @@ def test_value_loss_by_hand(value, old, target, loss, clipped, gradient) -> None
 ROLLOUT = torch.tensor([[0.5, 0.5, 0.5], [0.2, 0.9, 0.4]]).log()
 TRAINER = torch.tensor([[0.5, 0.25, 0.9], [0.8, 0.9, 0.4]]).log()
 COUNTED = torch.tensor([[True, True, False], [True, True, True]])
-
-
-@pytest.mark.parametrize(
-    ("level", "icepop", "expected"),
-    [
-        (None, None, [[1, 1, 0], [1, 1, 1]]),
-        ("token", None, [[1, 0.5, 0], [2, 1, 1]]),  # ratio 4 is cut to 2
-        ("sequence", None, [[0.5, 0.5, 0], [2, 2, 2]]),
-        (None, (0.6, 5.0), [[1, 0, 0], [1, 1, 1]]),
-        ("token", (0.6, 5.0), [[1, 0, 0], [2, 1, 1]]),
-        ("sequence", (0.4, 2.0), [[0.5, 0.5, 0], [0, 2, 2]]),
-    ],
-)
-def test_rollout_weights_by_hand(level, icepop, expected) -> None:
-    trainer, rollout = TRAINER.clone(), ROLLOUT.clone()
-    trainer[~COUNTED], rollout[~COUNTED] = NAN, -math.inf
-    weights = rollout_weights(trainer, rollout, COUNTED, level=level, threshold=2.0, icepop=icepop)
-    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32))
-
-
-@pytest.mark.parametrize(
-    ("level", "expected"),
-    [
-        ("token", [[1, 0.5, 0], [4, 1, 1]]),
-        ("sequence", [[0.5, 0.5, 0], [4, 4, 4]]),
-    ],
-)
-def test_rollout_ratios_are_not_truncated(level, expected) -> None:
-    trainer, rollout = TRAINER.clone(), ROLLOUT.clone()
-    trainer[~COUNTED], rollout[~COUNTED] = NAN, -math.inf
-    ratios = rollout_ratios(trainer, rollout, COUNTED, level=level)
-    torch.testing.assert_close(ratios, torch.tensor(expected, dtype=torch.float32))
-
-
-def test_effective_sample_size_by_hand() -> None:
-    weights = torch.tensor([[1.0, 0.5, NAN], [2.0, 0.5, 0.0]])
-    # (1 + .5 + 2 + .5)^2 / (5 (1 + .25 + 4 + .25)) = 16 / 27.5
-    assert float(effective_sample_size(weights, COUNTED)) == pytest.approx(16 / 27.5)
-    assert float(effective_sample_size(torch.ones(2, 3), COUNTED)) == pytest.approx(1.0)
-    assert float(effective_sample_size(torch.ones(2, 3), COUNTED & False)) == 0.0
 
 
 def test_rollout_mismatch_by_hand() -> None:

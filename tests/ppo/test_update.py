@@ -17,7 +17,7 @@ from ppo.config import Config, LossAggMode, MixedPrecisionConfig, load_config
 from ppo.metrics import Metrics
 from ppo.models.build import build_causal_lm, build_value_model
 from ppo.models.learner import Learner, make_optimizer
-from ppo.update import update_actor, update_critic
+from ppo.update import correct_rollout, update_actor, update_critic
 from sharding.mesh import Mesh, build_mesh, init_distributed
 from sharding.partition import Budget, assign, count_micro_batches
 from tests.distributed import run_distributed
@@ -41,11 +41,17 @@ class Case:
     count: int | None = None  # None = by tokens
     regularised: bool = False  # entropy bonus, KL loss and rollout correction
     loss_mode: str = "vanilla"
+    rejecting: bool = False  # by the rules of plain_update.py; with gpg in the update itself
 
     @property
     def possible(self) -> bool:
         """Padded rows are not cut over ranks, and a sequence stays within a shard group."""
         return (self.packed or self.sp == 1) and self.fsdp_size % self.sp == 0
+
+    @property
+    def bypasses(self) -> bool:
+        """The engine's log-probs stand in for the old ones."""
+        return self.loss_mode == "gpg"
 
     @property
     def pairs(self) -> set[tuple[Any, ...]]:
@@ -78,6 +84,10 @@ CASES = [
     Case(MODES[3], 2, True, 2, False, loss_mode="geo_mean"),
     Case(MODES[0], 2, True, 4, True, loss_mode="kl_cov"),
     Case(MODES[0], 1, False, 4, True, loss_mode="clip_cov"),
+    Case(MODES[0], 2, True, 2, True, rejecting=True),
+    Case(MODES[2], 1, False, 4, False, rejecting=True),
+    Case(MODES[3], 4, True, 4, True, loss_mode="gspo", rejecting=True),
+    Case(MODES[0], 2, True, 4, True, loss_mode="gpg", rejecting=True),
 ]
 
 
@@ -141,6 +151,12 @@ def config_of(case: Case) -> Config:
         "actor.use_kl_loss": case.regularised,
         "actor.kl_loss_coef": plain.KL_LOSS_COEF,
     }
+    if case.rejecting:
+        rules = {"token_k1": [*plain.TOKEN_BOUNDS], "seq_mean_k1": [*plain.MEAN_BOUNDS]}
+        keys = {"reject": rules, "rollout_token_veto_threshold": plain.VETO}
+        if case.bypasses:
+            keys |= {"rollout_is": "sequence", "rollout_is_threshold": plain.LARGEST_WEIGHT}
+        overrides |= {f"algorithm.rollout_correction.{name}": keys[name] for name in keys}
     return load_config("ppo_tiny.yaml", [f"{k}={v}" for k, v in overrides.items()])
 
 
@@ -194,6 +210,9 @@ def updated(
     )
     metrics = Metrics()
     batch = rows_here(batch, mesh.dims.dp, mesh.dp_rank)
+    if case.bypasses:
+        batch = replace(batch, old_logprobs=batch.rollout_logprobs, bypasses_old=True)
+    correct_rollout(batch, config, metrics, mesh.dp_group)
     update(learner, batch, config, batcher_of(case, mesh), metrics, 1)
     return metrics.reduce(mesh.host_group), optimizer.steps
 
@@ -261,22 +280,41 @@ def test_losses_and_gradients_are_those_of_a_loop_over_tokens_in_every_layout(tm
 
     seen: set[str] = set()
     wanted: Any = cache(
-        lambda model, mode, regularised, loss_mode="vanilla": [
-            plain.reference(model, batch, part, mode, regularised, seen, loss_mode)
+        lambda model, mode, regularised, loss_mode="vanilla", rejecting=False: [
+            plain.reference(model, batch, part, mode, regularised, seen, loss_mode, rejecting)
             for part in plain.MINI_BATCHES
         ]
     )
     for case, (of_actor, of_critic) in zip(CASES, results, strict=True):
         names = "actor/pg_loss", "actor/grad_norm"
-        expected = wanted(actor, case.mode, case.regularised, case.loss_mode)
+        expected = wanted(
+            *(actor, case.mode, case.regularised, case.loss_mode, case.rejecting),
+        )
         assert_same(of_actor, expected, names, case)
         assert_same(
             of_critic,
-            wanted(critic, case.mode, False),
+            wanted(critic, case.mode, False, "vanilla", case.rejecting and not case.bypasses),
             ("critic/vf_loss", "critic/grad_norm"),
             case,
         )
+        if case.rejecting and not case.bypasses:
+            assert_says_what_is_rejected(of_actor[0], batch)
     assert seen == {"free", "clipped", "dual"}
+
+
+def assert_says_what_is_rejected(values: dict[str, float], batch: RolloutBatch) -> None:
+    """Shares of tokens and sequences, of which there are several of each kind."""
+    kept = plain.kept_tokens(batch)
+    lengths = [0 if i in plain.FAILED else n for i, n in enumerate(plain.RESPONSES)]
+    touched = [len(k) < n for k, n in zip(kept, lengths, strict=True) if n]
+    tokens = 1 - sum(map(len, kept)) / sum(lengths)
+    assert values["rollout_corr/rs_masked_fraction"] == pytest.approx(tokens)
+    assert values["rollout_corr/rs_seq_masked_fraction"] == pytest.approx(
+        sum(touched) / len(touched)
+    )
+    assert values["rollout_corr/veto_fraction"] > 0
+    whole = sum(not k for k, n in zip(kept, lengths, strict=True) if n)
+    assert 0 < whole < sum(touched) < len(touched)
 
 
 class WaitingLearner(Learner):

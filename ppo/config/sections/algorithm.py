@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
+import math
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from ppo.config.bounds import Bound, Coefficient, Positive, PositiveInt, Weight
 from ppo.config.fields import Section
@@ -67,16 +68,157 @@ class KlControlConfig(Section):
     """largest coefficient of adaptive and step"""
 
 
+RejectRule = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
+_TOKEN_IS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+_SEQ_IS = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
+_ICEPOP = {"rollout_is": "token", "rollout_is_threshold": 5.0, "icepop": [0.5, 5.0]}
+_GEO_RS = {"reject": {"seq_mean_k1": [0.999, 1.001]}}
+_K3_RS = {"reject": {"seq_mean_k3": 0.01}}
+_BYPASS = {"bypass_old_logprob": True}
+CorrectionPreset = Literal[
+    "disabled",
+    "decoupled_token_is",
+    "decoupled_seq_is",
+    "decoupled_token_icepop",
+    "decoupled_seq_is_rs",
+    "decoupled_geo_rs",
+    "decoupled_geo_rs_seq_tis",
+    "decoupled_geo_rs_token_tis",
+    "decoupled_k3_rs",
+    "decoupled_k3_rs_seq_tis",
+    "decoupled_k3_rs_token_tis",
+    "bypass_ppo_clip",
+    "bypass_ppo_clip_geo_rs",
+    "bypass_ppo_clip_k3_rs",
+    "bypass_pg_is",
+    "bypass_pg_token_icepop",
+    "bypass_pg_geo_rs",
+    "bypass_pg_geo_rs_seq_tis",
+    "bypass_pg_geo_rs_token_tis",
+    "ppo_is_bypass",
+    "pg_is",
+    "pg_rs",
+]
+CORRECTION_PRESETS: dict[CorrectionPreset, dict[str, Any]] = {
+    "disabled": {},
+    "decoupled_token_is": _TOKEN_IS,
+    "decoupled_seq_is": _SEQ_IS,
+    "decoupled_token_icepop": _ICEPOP,
+    "decoupled_seq_is_rs": _SEQ_IS | {"reject": {"seq_sum_k1": [0.5, 2.0]}},
+    "decoupled_geo_rs": _GEO_RS,
+    "decoupled_geo_rs_seq_tis": _SEQ_IS | _GEO_RS,
+    "decoupled_geo_rs_token_tis": _TOKEN_IS | _GEO_RS,
+    "decoupled_k3_rs": _K3_RS,
+    "decoupled_k3_rs_seq_tis": _SEQ_IS | _K3_RS,
+    "decoupled_k3_rs_token_tis": _TOKEN_IS | _K3_RS,
+    "bypass_ppo_clip": _BYPASS,
+    "bypass_ppo_clip_geo_rs": _BYPASS | _GEO_RS,
+    "bypass_ppo_clip_k3_rs": _BYPASS | _K3_RS,
+    "bypass_pg_is": _BYPASS | _SEQ_IS,
+    "bypass_pg_token_icepop": _BYPASS | _ICEPOP,
+    "bypass_pg_geo_rs": _BYPASS | _GEO_RS,
+    "bypass_pg_geo_rs_seq_tis": _BYPASS | _SEQ_IS | _GEO_RS,
+    "bypass_pg_geo_rs_token_tis": _BYPASS | _TOKEN_IS | _GEO_RS,
+    # what earlier releases of verl called them
+    "ppo_is_bypass": _BYPASS,
+    "pg_is": _BYPASS | _SEQ_IS,
+    "pg_rs": _BYPASS | _GEO_RS | {"rollout_token_veto_threshold": 1e-4},
+}
+"""what verl's presets of these names set, in the keys below"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig(Section):
-    """Importance weights against the mismatch of engine and trainer."""
+    """Against the mismatch of engine and trainer, whose probabilities of a token differ."""
 
+    preset: CorrectionPreset | None = None
+    """values for the keys below that are null, as verl's preset of that name has them; those with
+    pg need actor.policy_loss.loss_mode gpg"""
     rollout_is: Literal["token", "sequence"] | None = None
-    """level of the weights; null = none"""
-    rollout_is_threshold: Positive = 2.0
-    """weights are cut here"""
+    """importance weights, of each token or each sequence; null = the preset's, else none"""
+    rollout_is_threshold: Positive | None = None
+    """weights are cut here; null = the preset's, else 2.0"""
     icepop: list[Positive] | None = None
-    """[lo, hi]: tokens with a weight outside are dropped; null = none"""
+    """[lo, hi]: tokens with a ratio outside have weight 0; null = the preset's, else none are"""
+    reject: dict[str, Any] | None = None
+    """what is taken out of the mask, so that it counts neither in sums nor in divisors: {rule:
+    bounds}. token_k1, seq_sum_k1, seq_mean_k1: [lo, hi] of the ratio of trainer and engine, of
+    sequences their product and geometric mean, N = [1/N, N]. token_, seq_sum_, seq_mean_, seq_max_
+    with k2 (half the squared log ratio) or k3 (ratio - 1 - log ratio): at most N. null = the
+    preset's, else nothing; {} = nothing"""
+    rollout_token_veto_threshold: Annotated[float, Bound(gt=0, lt=1, usual=(1e-8, 0.1))] | None = (
+        None
+    )
+    """a sequence with a token whose ratio is below is rejected whole; null = the preset's, else
+    none is"""
+    bypass_old_logprob: bool | None = None
+    """take the engine's log-probs for the old ones, which saves a forward pass: the ratio of the
+    update then carries the mismatch. Weights and rejections are then those of the policy that is
+    updated, and what they leave out still counts in divisors. null = the preset's, else false"""
+
+    @property
+    def resolved(self) -> RolloutCorrectionConfig:
+        """With the preset's values where none is given, and defaults where neither is."""
+        given = {name: getattr(self, name) for name in _CORRECTION_DEFAULTS}
+        preset = CORRECTION_PRESETS[self.preset or "disabled"]
+        filled = {
+            name: given[name] if given[name] is not None else preset.get(name, default)
+            for name, default in _CORRECTION_DEFAULTS.items()
+        }
+        return replace(self, preset=None, **filled)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether losses are multiplied with weights; of what is resolved."""
+        return self.rollout_is is not None or self.icepop is not None
+
+    @property
+    def rejects(self) -> bool:
+        """Whether tokens are taken out; of what is resolved."""
+        return bool(self.reject) or self.rollout_token_veto_threshold is not None
+
+    @property
+    def rejections(self) -> dict[str, tuple[float, float]]:
+        """Bounds by rule, of what is resolved. Raises ValueError, which says what is wrong."""
+        return {rule: _bounds(rule, given) for rule, given in (self.reject or {}).items()}
+
+
+_CORRECTION_DEFAULTS = {
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "icepop": None,
+    "reject": {},
+    "rollout_token_veto_threshold": None,
+    "bypass_old_logprob": False,
+}
+
+
+def _bounds(rule: str, given: Any) -> tuple[float, float]:
+    if rule not in get_args(RejectRule):
+        raise ValueError(f"{rule} is none of the rules {', '.join(get_args(RejectRule))}")
+    listed = given if isinstance(given, list) else [given]
+    if not listed or not all(type(x) in (int, float) and 0 < x < math.inf for x in listed):
+        raise ValueError(f"{rule}: {given!r} must be above 0")
+    if not rule.endswith("k1"):
+        if len(listed) != 1:
+            raise ValueError(f"{rule}: {given!r} must be one number, the largest that is kept")
+        return -math.inf, float(listed[0])
+    low, high = listed if len(listed) == 2 else (1 / listed[0], listed[0])
+    if len(listed) > 2 or low >= high:
+        raise ValueError(f"{rule}: {given!r} must be [lo, hi] with lo < hi, or one number above 1")
+    return float(low), float(high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +247,12 @@ class AlgorithmConfig(Section):
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
     """its coefficient"""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-    """importance weights against the mismatch of engine and trainer"""
+    """weights and rejections against the mismatch of engine and trainer"""
+
+    @property
+    def correction(self) -> RolloutCorrectionConfig:
+        """rollout_correction with what its preset says."""
+        return self.rollout_correction.resolved
 
     @property
     def needs(self) -> EstimatorNeeds:

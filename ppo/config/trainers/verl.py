@@ -12,6 +12,8 @@ TOKENS = (
     "actor.ppo_max_token_len_per_gpu; remove it"
 )
 
+REINFORCE = "with bypass_old_logprob, actor.policy_loss.loss_mode=gpg is the loss without a ratio"
+
 # a path that is this, or begins like this where it ends with a dot, is written like that
 RENAMED = {
     "actor_rollout_ref.": "",
@@ -51,6 +53,7 @@ RENAMED = {
     "model.use_torch_compile": "model.compile",
     "data.tokenizer": "model.tokenizer_path",
     "data.trust_remote_code": "model.trust_remote_code",
+    "algorithm.rollout_correction.bypass_mode": "algorithm.rollout_correction.bypass_old_logprob",
     "nccl_timeout": "trainer.comm_timeout_s",
     "trainer.critic_warmup_steps": "trainer.critic_warmup",
     "trainer.default_hdfs_dir": "trainer.default_local_dir",
@@ -131,8 +134,19 @@ ADVICE = {
     "ref.ulysses_sequence_parallel_size": "all models share "
     "actor.ulysses_sequence_parallel_size; remove it",
     "model.hf_config_path": "use model.override_config",
-    "algorithm.rollout_correction.rollout_rs": "use algorithm.rollout_correction.icepop",
-    "algorithm.rollout_correction.rollout_rs_threshold": "use algorithm.rollout_correction.icepop",
+    **dict.fromkeys(
+        (
+            "algorithm.rollout_correction.rollout_rs",
+            "algorithm.rollout_correction.rollout_rs_threshold",
+            "algorithm.rollout_correction.rollout_rs_threshold_lower",
+        ),
+        "use algorithm.rollout_correction.reject: {seq_mean_k1: [0.999, 1.001]}; earlier names: "
+        "token is token_k1, sequence seq_sum_k1, geometric seq_mean_k1",
+    ),
+    "algorithm.rollout_correction.loss_type": REINFORCE,
+    "algorithm.rollout_correction.use_policy_gradient": REINFORCE,
+    "algorithm.rollout_correction.debug_rollout_actor_probs": "training/rollout_probs_diff_mean is "
+    "always logged; remove it",
     "algorithm.rollout_is_threshold": "use algorithm.rollout_correction.rollout_is_threshold",
     "algorithm.rollout_is": "use algorithm.rollout_correction.rollout_is",
     "trainer.rollout_data_dir": "samples are written into the run folder; remove it",
@@ -207,8 +221,7 @@ _NOT_NEEDED = {
     "reward_model.megatron",
     "it has no counterpart": "actor.fsdp.turbo_config critic.fsdp.turbo_config "
     "ref.fsdp.turbo_config "
-    "skip rollout.rollout_n critic.model.hf_config_path "
-    "algorithm.rollout_correction.loss_type",
+    "skip rollout.rollout_n critic.model.hf_config_path",
 }
 
 _NOT_BUILT = {
@@ -231,8 +244,7 @@ _NOT_BUILT = {
     "tiling of the MLP": "model.tiled_mlp critic.model.tiled_mlp",
     "preference-filtered PPO": "algorithm.use_pf_ppo algorithm.pf_ppo",
     "validation with top_k": "rollout.val_kwargs.top_k",
-    "correction without old log-probs": "algorithm.rollout_correction.bypass_mode "
-    "algorithm.rollout_correction.rollout_is_batch_normalize",
+    "normalising weights over a batch": "algorithm.rollout_correction.rollout_is_batch_normalize",
 }
 
 ADVICE |= {
