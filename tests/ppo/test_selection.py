@@ -151,7 +151,7 @@ def kept_by(rule: str, low: float, high: float, d: list[float]) -> list[bool]:
     if scope == "token":
         return [low <= v <= high for v in values]
     whole = {"seq_sum": math.fsum(values), "seq_mean": math.fsum(values) / len(d)}
-    value = whole.get(scope, max(values))
+    value = whole[scope] if scope in whole else max(values)
     return [low <= value <= high] * len(d)
 
 
