@@ -29,12 +29,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppo.files": {"ppo.errors"},
     "ppo.plugin": {"ppo.errors"},
     "ppo.tracking": {"ppo.errors", "ppo.files"},
-    "ppo.report": {"ppo.errors", "ppo.files"},
+    "ppo.report": set(),
     **dict.fromkeys(MATHS, MATHS),
     "sharding": set(),
     "ppo.config": {"ppo.errors", "sharding"},
     "ppo.rewards": {"ppo.errors", "ppo.plugin"},
-    "ppo.data": {"ppo.config", "ppo.errors", "ppo.files", "ppo.plugin", "ppo.rewards"},
+    "ppo.data": {
+        *("ppo.config", "ppo.errors", "ppo.files", "ppo.models", "ppo.plugin", "ppo.rewards"),
+    },
     "ppo.models": {"ppo.config", "ppo.errors", "ppo.files", "ppo.logprobs", "sharding"},
     "ppo.engines": {"ppo.config", "ppo.errors", "ppo.model_shapes", "ppo.models", "sharding"},
     "ppo.check": {

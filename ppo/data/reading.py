@@ -43,15 +43,15 @@ def read_prompts(
     share of them that is tokenized, as a float.
     """
     writer = TableWriter()
-    yield from _read(writer, _rows_of(files, data, split), data, need_data_source)
+    yield from _read(writer, rows_of(files, data, split), data, need_data_source)
     rows = map(unpacked, writer.rows())
     first, start = None, 0
     while chunk := list(islice(rows, TOKENIZE_ROWS)):
         first = first or chunk[0][0]
-        tokenized = _tokenize(chunk, tokenizer, data)
-        for number, (row, sample), ids in zip(count(start), chunk, tokenized, strict=False):
-            _check_ids(ids, row, tokenizer, data, vocabulary)
-            kept = _fit(ids, row, data)
+        all_ids = tokenized(chunk, tokenizer, data)
+        for number, (row, sample), ids in zip(count(start), chunk, all_ids, strict=False):
+            check_ids(ids, row, tokenizer, data, vocabulary)
+            kept = fitted(ids, row, data)
             if kept is not None:
                 writer.add_prompt(number, sample, kept)
         start += len(chunk)
@@ -95,7 +95,8 @@ def _read(
         yield writer.num_rows
 
 
-def _rows_of(files: str | Sequence[str], data: DataConfig, split: Split) -> Iterator[Row]:
+def rows_of(files: str | Sequence[str], data: DataConfig, split: Split) -> Iterator[Row]:
+    """Rows of the files, or of the task `tiny`, as many as the split takes. Raises DataError."""
     limit = data.train_max_samples if split == "train" else data.val_max_samples
     if is_tiny(files):
         rows = (
@@ -106,17 +107,21 @@ def _rows_of(files: str | Sequence[str], data: DataConfig, split: Split) -> Iter
     return islice(rows, limit) if limit > 0 else rows
 
 
-def _tokenize(
+def tokenized(
     rows: Sequence[tuple[Row, Sample]],
     tokenizer: "PreTrainedTokenizerBase",
     data: DataConfig,
 ) -> list[list[int]]:
+    """Token ids of the rows' prompts in the chat template, uncut. Raises DataError.
+
+    A text that is far too long may lack its middle; it is too long still.
+    """
     texts = [_render(row, sample, tokenizer, data) for row, sample in rows]
-    tokenized = token_ids(tokenizer, [_without_middle(text, data) for text in texts])
-    for index, (text, ids) in enumerate(zip(texts, tokenized, strict=True)):
+    found = token_ids(tokenizer, [_without_middle(text, data) for text in texts])
+    for index, (text, ids) in enumerate(zip(texts, found, strict=True)):
         if text != _without_middle(text, data) and len(ids) <= 4 * data.max_prompt_length:
-            tokenized[index] = token_ids(tokenizer, [text])[0]
-    return tokenized
+            found[index] = token_ids(tokenizer, [text])[0]
+    return found
 
 
 def _without_middle(text: str, data: DataConfig) -> str:
@@ -138,7 +143,7 @@ def _render(
         raise row.error(str(error), data.prompt_key) from error
 
 
-def _check_ids(
+def check_ids(
     ids: list[int],
     row: Row,
     tokenizer: "PreTrainedTokenizerBase",
@@ -158,7 +163,7 @@ def _check_ids(
         )
 
 
-def _fit(ids: list[int], row: Row, data: DataConfig) -> list[int] | None:
+def fitted(ids: list[int], row: Row, data: DataConfig) -> list[int] | None:
     """The ids within data.max_prompt_length; None = leave the prompt out."""
     limit = data.max_prompt_length
     if len(ids) <= limit:

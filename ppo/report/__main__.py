@@ -10,22 +10,21 @@ Everything is read from the run folder (metrics.jsonl, histograms.jsonl, samples
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppo.errors import InputError
-from ppo.files import replace_text
 from ppo.report.page import build_page
-from ppo.report.record import load_records
+from ppo.report.record import NoRun, load_records
 from ppo.report.watch import dashboard, watch
 
 logger = logging.getLogger("ppo.report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 2 where a folder holds no run."""
+    """Exit code 0, or 2 where a folder holds no run or the file cannot be written."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
@@ -33,11 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _watch(options)
         started = time.monotonic()
         page = build_page(load_records(options.runs))
-        replace_text(options.out, page)
+        _write(options.out, page)
         size, seconds = len(page.encode()) / 1000, time.monotonic() - started
         logger.info("wrote %s: %.0f kB in %.1f s", options.out, size, seconds)
         return 0
-    except InputError as error:
+    except NoRun as error:
         logger.error("%s", error)
         return 2
     except OSError as error:
@@ -45,9 +44,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _write(path: Path, page: str) -> None:
+    """Beside its place and renamed: a browser may be reading the one before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(page, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def _watch(options: argparse.Namespace) -> int:
     if len(options.runs) > 1:
-        raise InputError("--watch shows one run; without it several stand side by side")
+        raise NoRun("--watch shows one run; without it several stand side by side")
     if not sys.stdout.isatty():  # once, into a file or a pipe
         print(dashboard(options.runs[0], width=100, height=50))
         return 0

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ppo.errors import InputError
-
 EVENT_ROOMS = ("guard/", "alarm/", "alarms/")
 """metrics of these names are events where they change"""
 REWARD_FAILURES = ("reward/failed", "reward/timeout")
+
+
+class NoRun(ValueError):
+    """The folder holds no run with metrics."""
 
 
 class Series(NamedTuple):
@@ -82,7 +84,7 @@ class Record:
 
 
 def load_records(folders: Sequence[Path]) -> list[Record]:
-    """Several runs, with labels as short as can be. Raises InputError."""
+    """Several runs, with labels as short as can be. Raises NoRun."""
     records = [load_record(folder) for folder in dict.fromkeys(folders)]
     names = [record.folder.resolve().name for record in records]
     if len(set(names)) == len(names):
@@ -92,14 +94,14 @@ def load_records(folders: Sequence[Path]) -> list[Record]:
 
 
 def load_record(folder: Path) -> Record:
-    """Read all but the samples. Raises InputError where no row of a step is found."""
+    """Read all but the samples. Raises NoRun where no row of a step is found."""
     if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; name a run folder (it has metrics.jsonl)")
+        raise NoRun(f"{folder}: no such folder; name a run folder (it has metrics.jsonl)")
     series = _series(_rows(folder / "metrics.jsonl"))
     if not series:
         others = sorted(str(path.parent) for path in folder.glob("*/metrics.jsonl"))
         found = f"; there is {', '.join(others[:5])}" if others else ""
-        raise InputError(
+        raise NoRun(
             f"{folder}: no run with metrics: metrics.jsonl is not there or holds no step (it is "
             f"written with jsonl in trainer.logger){found}"
         )

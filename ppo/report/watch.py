@@ -47,7 +47,7 @@ def watch(folder: Path, *, every_s: float) -> None:
 
 
 def dashboard(folder: Path, *, width: int, height: int) -> str:
-    """The screen: at most `height` lines of at most `width` letters. Raises InputError."""
+    """The screen: at most `height` lines of at most `width` letters. Raises NoRun."""
     record = load_record(folder)
     lines = [*_head(record), "", *_curves(record, width), "", *_phases(record, width)]
     lines += [f"event at step {event.first}: {event.text}" for event in record.events[-3:]]
