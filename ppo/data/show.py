@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ppo.config import Config, load_config
 from ppo.config.cli import build_parser, join_values
@@ -194,7 +194,8 @@ def visible(
 
     What a terminal would act on is replaced, but for line breaks.
     """
-    special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+    known: Any = tokenizer  # whose own types do not know the method
+    special = {*known.all_special_ids, *known.get_added_vocab().values()}
     left, right = ("\x1b[7m", "\x1b[0m") if colour else ("[", "]")
     middle = len(ids) - MOST_TOKENS
     parts = []
