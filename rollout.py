@@ -23,12 +23,12 @@ from ppo.config import Config, ConfigError, Problem, load_config
 from ppo.config.cli import build_parser, join_values, path
 from ppo.errors import InputError
 from ppo.files import replace_text
-from ppo.models.build import build_causal_lm, vocabulary_of
+from ppo.models.build import build_causal_lm
 from ppo.models.folder import model_folder
 from ppo.models.learner import Model
 from ppo.rollout.collector import open_collector
 from ppo.rollout.figures import metrics_of, summarise
-from ppo.rollout.prompts import load_prompts
+from ppo.rollout.prompts import open_prompts
 from ppo.rollout.samples import write_samples
 from ppo.rollout.scoring import build_scorer, open_rewards
 from ppo.rollout.validation import Job, sample_and_score
@@ -113,13 +113,7 @@ def evaluate(config: Config, run: Run, options: Options) -> None:
         write_samples(options.out, rows)
         logger.info("%d samples written to %s", len(rows), options.out)
 
-    folder = model_folder(config.model.path, run.mesh, run.dir)
-    prompts = load_prompts(
-        config,
-        run,
-        model_folder(config.model.tokenizer_path, run.mesh, run.dir),
-        vocabulary=vocabulary_of(folder, config.model),
-    )
+    prompts = open_prompts(config, run)
     if config.data.train_max_samples > 0:
         limit = config.data.train_max_samples
         logger.info("data.train_max_samples or val_max_samples: the first %d rows only", limit)

@@ -38,21 +38,19 @@ from ppo.data.prompts import total_steps_of
 from ppo.errors import InputError
 from ppo.estimators import estimate
 from ppo.forward_passes import response_logprobs, response_values
-from ppo.kl import KLController, kl_estimate, make_kl_controller, token_rewards
+from ppo.kl import KLController, kl_estimate, token_rewards
 from ppo.metrics import Metrics
-from ppo.models.build import vocabulary_of
-from ppo.models.folder import model_folder
 from ppo.models.roles import Models, build_models
 from ppo.rollout.collector import open_collector
 from ppo.rollout.logged_samples import log_samples
-from ppo.rollout.prompts import check_tokenizer_of_ref, load_prompts
+from ppo.rollout.prompts import check_tokenizer_of_ref, open_prompts
 from ppo.rollout.samples import kept_on_failure
 from ppo.rollout.scoring import build_scorer, open_rewards
 from ppo.rollout.validation import validate
 from ppo.run.run import Run, StopRequested
 from ppo.run.signals import EXIT_INTERRUPTED
 from ppo.run.start import Launch, open_run
-from ppo.state import TrainState, find_start, load_models, open_checkpoints, save_checkpoint
+from ppo.state import find_start, load_models, new_state, open_checkpoints, save_checkpoint
 from ppo.step_metrics import EngineAlarm, perf_metrics, summarise_batch
 from ppo.tracking.tracker import Tracker
 from ppo.update import (
@@ -69,22 +67,17 @@ logger = logging.getLogger("train_ppo")
 def train(config: Config, run: Run) -> None:
     """Set up, then the loop. Runs on every rank with the process group up."""
     with ExitStack() as owned:
-        folder = model_folder(config.model.path, run.mesh, run.dir)
-        prompts = load_prompts(
-            config,
-            run,
-            model_folder(config.model.tokenizer_path, run.mesh, run.dir),
-            vocabulary=vocabulary_of(folder, config.model),
-        )
+        prompts = open_prompts(config, run)
         check_tokenizer_of_ref(config, run, prompts)
         sampler = prompts.sampler(config)
         total_steps = total_steps_of(config, sampler)
         checkpoints = owned.enter_context(open_checkpoints(config, run, prompts))
-        state = TrainState(sampler, make_kl_controller(config.algorithm.kl_ctrl))
+        state = new_state(config, sampler)
         # what a resume may not change is refused here, before models are built
         start = find_start(config, run, checkpoints, state)
-        trains = not config.trainer.val_only
-        if trains and state.step >= total_steps:
+        trains, total_steps = not config.trainer.val_only, state.last_step(total_steps, {}, run)
+        validates = bool(prompts.val) and state.validation_due
+        if trains and state.step >= total_steps and not validates:
             logger.info("nothing to train: %s is of step %d of %d", start, state.step, total_steps)
             return run.nothing_left(state.step)
         # before models: a reward that cannot work is said within seconds
@@ -110,11 +103,13 @@ def train(config: Config, run: Run) -> None:
         run.attempt(lambda: tracker.truncate(after, keep=going_back))
 
         def test(metrics: Metrics) -> None:
+            state.validation_due = True
             try:
                 with metrics.timed("testing"):
                     validate(collector, scorer, prompts.val, tracker, metrics, step=state.step)
+                state.validation_due = False
             except StopRequested:
-                logger.info("validation abandoned: a stop is requested")
+                logger.info("validation abandoned: a stop is requested; a resume repeats it")
 
         def save(metrics: Metrics, values: Mapping[str, float]) -> None:
             with metrics.timed("save_checkpoint"):
@@ -133,10 +128,14 @@ def train(config: Config, run: Run) -> None:
             test(metrics)
             tracker.log(state.step, metrics.reduce(run.mesh.host_group))
             return
-        if prompts.val and state.step == 0 and config.trainer.val_before_train:
+        if validates:  # before the first iteration, or what a stop has interrupted
             test(metrics)
-            tracker.log(0, metrics.reduce(run.mesh.host_group))
+            values = metrics.reduce(run.mesh.host_group)
+            tracker.log(state.step, values)
+            total_steps = state.last_step(total_steps, values, run)
             metrics = Metrics(run.mesh.device)
+            if state.step > 0 and config.trainer.save_freq >= 0 and not state.validation_due:
+                save(metrics, values)
 
         while state.step < total_steps:
             step = state.step + 1
@@ -178,6 +177,7 @@ def train(config: Config, run: Run) -> None:
             tracker.log(step, values)
             log_samples(tracker, scorer, samples, batch, prompts.tokenizer, step)
             metrics = Metrics(run.mesh.device)  # the save's time goes into the next row
+            total_steps = state.last_step(total_steps, values, run)
             if due(step, config.trainer.save_freq, total_steps):
                 save(metrics, values)
             if run.should_stop():

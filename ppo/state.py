@@ -3,15 +3,23 @@
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppo.config import Config, ConfigError, Problem, changed_keys, from_yaml, to_yaml
+from ppo.config import (
+    Config,
+    ConfigError,
+    EarlyStopConfig,
+    Problem,
+    changed_keys,
+    from_yaml,
+    to_yaml,
+)
 from ppo.data.prompts import PromptSets
 from ppo.data.sampler import PromptSampler
 from ppo.errors import InputError
-from ppo.kl import KLController
+from ppo.kl import KLController, make_kl_controller
 from ppo.models.folder import files_to_keep, model_folder
 from ppo.models.roles import Models
 from ppo.run.run import Run
@@ -40,13 +48,54 @@ def open_checkpoints(config: Config, run: Run, prompts: PromptSets) -> Checkpoin
 
 
 @dataclass
+class EarlyStop:
+    """How often trainer.early_stop.metric was not better than its best, one after the other."""
+
+    config: EarlyStopConfig
+    best: float | None = None
+    """negated where the lowest is best"""
+    worse: int = 0
+
+    def note(self, values: Mapping[str, float]) -> None:
+        """Look at a step's values; without the metric nothing is known. NaN is not better."""
+        value = _metric_of(self.config.metric, values)
+        if value is None:
+            return
+        if not math.isnan(value) and (self.best is None or value > self.best):
+            self.best, self.worse = value, 0
+        else:
+            self.worse += 1
+
+    @property
+    def reason(self) -> str:
+        """Why the run ends; empty while it goes on."""
+        if self.config.metric is None or self.worse < self.config.patience:
+            return ""
+        return f"trainer.early_stop: {self.config.metric} was {self.worse} times not better" + (
+            "" if self.best is None else f" than {abs(self.best):.6g}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of which metric, the best value, and how often it was not reached."""
+        return {"metric": self.config.metric, "best": self.best, "worse": self.worse}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting, but anew where it was another metric."""
+        if state["metric"] == self.config.metric:
+            self.best, self.worse = state["best"], state["worse"]
+
+
+@dataclass
 class TrainState:
     """What a restart needs besides tensors: JSON, the same on every rank."""
 
     sampler: PromptSampler
     kl_controller: KLController
+    early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopConfig()))
     step: int = 0
     """iterations done"""
+    validation_due: bool = False
+    """the validation after `step` is still to do: a stop has interrupted it, or none was yet"""
     position: dict[str, Any] | None = None
     """where the sampler stood after them; None = at its start"""
     said_best_is_missing: bool = False
@@ -57,10 +106,21 @@ class TrainState:
         self.step += 1
         self.position = self.sampler.state_dict()
 
+    def last_step(self, total_steps: int, values: Mapping[str, float], run: Run) -> int:
+        """The last iteration of the run: `total_steps`, or this one where trainer.early_stop says
+        so by the values of the step."""
+        self.early_stop.note(values)
+        if not self.early_stop.reason:
+            return total_steps
+        run.ends_early(self.early_stop.reason)
+        return self.step
+
     def state_dict(self) -> dict[str, Any]:
         """The state at the last iteration boundary."""
         return {
             "step": self.step,
+            "validation_due": self.validation_due,
+            "early_stop": self.early_stop.state_dict(),
             "sampler": self.position,
             "kl_controller": self.kl_controller.state_dict(),
         }
@@ -68,9 +128,23 @@ class TrainState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the iteration that the checkpoint ended with."""
         self.step, self.position = state["step"], state["sampler"]
+        self.validation_due = state.get("validation_due", False)
+        if "early_stop" in state:
+            self.early_stop.load_state_dict(state["early_stop"])
         if self.position is not None:
             self.sampler.load_state_dict(self.position)
         self.kl_controller.load_state_dict(state["kl_controller"])
+
+
+def new_state(config: Config, sampler: PromptSampler) -> TrainState:
+    """The state before the first iteration."""
+    trainer = config.trainer
+    return TrainState(
+        sampler,
+        make_kl_controller(config.algorithm.kl_ctrl),
+        EarlyStop(trainer.early_stop),
+        validation_due=trainer.val_before_train,
+    )
 
 
 def save_checkpoint(
@@ -92,21 +166,23 @@ def save_checkpoint(
 
 def _best_metric(best: str | None, state: TrainState, values: Mapping[str, float]) -> float | None:
     """trainer.keep_best's metric of this step, such that higher is better."""
-    if best is None:
-        return None
-    name = best.removeprefix("-")
-    if name in values:
-        return values[name] if name == best else -values[name]
-    if values and not state.said_best_is_missing:
+    found = _metric_of(best, values)
+    if found is None and best is not None and values and not state.said_best_is_missing:
         logger.warning(
             "trainer.keep_best: step %d has no metric %s, and its checkpoint is kept as a newest "
             "one only; said once",
             state.step,
-            name,
+            best.removeprefix("-"),
             extra={"every_rank": True},
         )
         state.said_best_is_missing = True
-    return None
+    return found
+
+
+def _metric_of(name: str | None, values: Mapping[str, float]) -> float | None:
+    """A step's value of a metric such that higher is better; a minus before its name = lower is."""
+    value = None if name is None else values.get(name.removeprefix("-"))
+    return -value if value is not None and name is not None and name.startswith("-") else value
 
 
 def find_start(
@@ -185,6 +261,9 @@ def state_problem(step: int, saved: Mapping[str, Any]) -> str | None:
         return "its state has no configuration"
     if not isinstance(controller, dict) or not _is_coefficient(controller.get("value")):
         return f"its KL controller is {controller!r}"
+    early = saved.get("early_stop", {"best": None, "worse": 0, "metric": None})
+    if not isinstance(early, dict) or not _is_count(early.get("worse")):
+        return f"its early stop is {early!r}"
     if sampler is None:
         return None
     counts = ("epoch", "position", "num_prompts")

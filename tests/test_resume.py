@@ -65,6 +65,7 @@ def stopped_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, An
         (Scorer, "score", 2, False),  # during the scoring of step 3 (2 is done first)
         (train_ppo, "update_actor", 1, True),  # in an update: it is finished
         (train_ppo, "save_checkpoint", 1, False),  # while a checkpoint is being written
+        (Collector, "sample", 2, False),  # during the validation after step 5
     ):
         undo = stop_once(owner, name, disturbed, at, after)
         try:
@@ -81,7 +82,11 @@ def stopped_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, An
         train_here(rank, world_size, [(disturbed, until(STEPS, "actor.clip_ratio=0.3"))])
     except ConfigError as error:
         refused = str(error)
-    train_here(rank, world_size, [(disturbed, until(STEPS))])  # nothing is left to train
+    early = (str(base / "early"), until(STEPS, *EARLY))
+    train_ppo.build_models = built
+    train_here(rank, world_size, [early])
+    train_ppo.build_models = must_not_be_called
+    train_here(rank, world_size, [(disturbed, until(STEPS)), early])  # nothing is left to train
     train_ppo.build_models = built
     step_4 = f"trainer.resume_mode={disturbed}/checkpoints/step_00000004"
     looking = [(disturbed, until(STEPS, "trainer.val_only=true", *more))
@@ -96,6 +101,11 @@ def stopped_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, An
 
 
 SETS = "data.val_sets={more: {files: tiny, n: 4, temperature: 1.0, max_response_length: 3}}"
+EARLY = (
+    "trainer.early_stop.metric=-training/epoch",
+    "trainer.early_stop.patience=1",
+    "data.val_files=[]",
+)
 CHANGES = (
     *("trainer.allow_changed_config=true", "algorithm.kl_ctrl.kl_coef=0.5"),
     *("actor.optim.weight_decay=0.2", "actor.optim.betas=[0.8, 0.95]", "actor.optim.eps=1e-4"),
@@ -128,9 +138,32 @@ def test_a_run_that_was_stopped_in_every_phase_ends_bitwise_as_the_undisturbed_o
         for name in COMPARED:
             assert a[name] == b[name], (a["step"], name)
     states = [(s["state"], s["step"]) for s in seen["states"]]
-    assert states == [("stopped", 1), ("stopped", 2), ("stopped", 3), ("stopped", 4)]
+    assert states == [
+        ("stopped", 1),
+        ("stopped", 2),
+        ("stopped", 3),
+        ("stopped", 4),
+        ("stopped", 5),
+    ]
     log = (folder / "disturbed" / "logs" / "rank_0000.log").read_text()
-    assert all(f"after step {n}" in log and "resumed from" in log for n in (1, 2, 3, 4))
+    assert all(f"after step {n}" in log and "resumed from" in log for n in (1, 2, 3, 4, 5))
+    validated = [[n for n in rows[-1] if n.startswith("val-")] for rows in (whole, disturbed)]
+    assert validated[0] == validated[1] == ["val-core/tiny/reward/mean@1"]
+    assert whole[-1][validated[0][0]] == disturbed[-1][validated[0][0]]  # repeated, in its row
+    state = json.loads(
+        (folder / "disturbed/checkpoints/step_00000005/train_state.json").read_text()
+    )
+    assert state["state"]["validation_due"] is False
+
+
+@pytest.mark.distributed
+def test_a_run_whose_metric_does_not_improve_ends_as_finished_and_stays_so(two_ranks):
+    run = two_ranks[0] / "early"
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("finished", 2)
+    assert status["reason"].startswith("trainer.early_stop: -training/epoch was 1 times not better")
+    assert [row["step"] for row in rows_of(run)] == [1, 2]
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step_00000002"]
 
 
 @pytest.mark.distributed

@@ -245,9 +245,13 @@ def _rewards(config: Config) -> Iterator[Problem]:
 def _validation(config: Config) -> Iterator[Problem]:
     if config.trainer.val_only and not config.val_sets:
         yield Problem("data.val_files", [], "trainer.val_only needs validation data")
-    best = config.trainer.keep_best
-    if best is not None and best.removeprefix("-").startswith("val") and not config.val_sets:
-        yield Problem("trainer.keep_best", best, "needs data.val_files or data.val_sets")
+    named = {
+        "trainer.keep_best": config.trainer.keep_best,
+        "trainer.early_stop.metric": config.trainer.early_stop.metric,
+    }
+    for key, metric in named.items():
+        if (metric or "").removeprefix("-").startswith("val-") and not config.val_sets:
+            yield Problem(key, metric, "needs data.val_files or data.val_sets")
     room = config.rollout.max_model_len - config.data.max_prompt_length
     for name, val in config.data.val_sets.items():
         path, longest = f"data.val_sets.{name}", val.max_response_length or 0

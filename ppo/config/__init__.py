@@ -36,7 +36,7 @@ from ppo.config.sections.model import (
 )
 from ppo.config.sections.reward import RewardConfig, RewardFunctionConfig
 from ppo.config.sections.rollout import ENGINE_TRAITS, EngineTraits, RolloutConfig
-from ppo.config.sections.trainer import CheckConfig, TrainerConfig
+from ppo.config.sections.trainer import CheckConfig, EarlyStopConfig, TrainerConfig
 
 __all__ = [
     "CORRECTION_PRESETS",
@@ -52,6 +52,7 @@ __all__ = [
     "CriticConfig",
     "CustomClassConfig",
     "DataConfig",
+    "EarlyStopConfig",
     "EngineTraits",
     "FsdpConfig",
     "KlControlConfig",

@@ -67,7 +67,6 @@ NOT_BUILT = {
     "guards.preset": NotBuilt("none"),
     "guards": NotBuilt(None),
     "trainer.profile_steps": NotBuilt("[]"),
-    "trainer.early_stop": NotBuilt("null"),
     "trainer.alarms": NotBuilt(None),
 }
 

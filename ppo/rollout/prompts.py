@@ -24,6 +24,7 @@ from ppo.data.tokenizer import (
     token_ids,
 )
 from ppo.errors import InputError
+from ppo.models.build import vocabulary_of
 from ppo.models.folder import model_folder
 from ppo.rollout.figures import metric_head
 from ppo.run.run import Run
@@ -39,6 +40,14 @@ STEP_S = 0.5
 """seconds of work between two polls"""
 TELL_S = 30.0
 """seconds between two lines of the log, where no terminal shows the bar"""
+
+
+def open_prompts(config: Config, run: Run) -> PromptSets:
+    """The prompts of a run for its model: `load_prompts`. Collective."""
+    folder = model_folder(config.model.path, run.mesh, run.dir)
+    vocabulary = vocabulary_of(folder, config.model)
+    tokenizer_folder = model_folder(config.model.tokenizer_path, run.mesh, run.dir)
+    return load_prompts(config, run, tokenizer_folder, vocabulary=vocabulary)
 
 
 def load_prompts(

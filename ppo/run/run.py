@@ -85,6 +85,7 @@ class Run:
         self._command = command
         self._restart_count = restart_count
         self._tell_launcher = tell_launcher
+        self._early_end = ""
         self._earlier: str | None = None
         """state that an earlier start has left"""
         self._status = Status(self.dir, mesh.rank)
@@ -204,6 +205,10 @@ class Run:
             restart=self._restart_count,
         )
         write_status(self.record, "running", step=step, reason="")
+
+    def ends_early(self, reason: str) -> None:
+        """What status.json says of a run that finishes before its last iteration."""
+        self._early_end = reason
 
     def attempt(self, action: Callable[[], None]) -> None:
         """Collective: what goes wrong with the folder on any rank is a ConfigError on all."""
@@ -380,9 +385,9 @@ class Run:
         except RuntimeError as error:
             self.note_failure(type(error), error, error.__traceback__)
             raise
-        reason = self._stops.reason
-        self._status.note(self._stops.outcome, reason)
-        said = f"stopped ({reason})" if reason else "done"
+        reason, early = self._stops.reason, self._early_end
+        self._status.note(self._stops.outcome, reason or early)
+        said = f"stopped ({reason})" if reason else f"done ({early})" if early else "done"
         logger.info("%s after step %d", said, self._status.step)
 
     def _fail(self, reason: str, *, level: int = logging.ERROR) -> None:

@@ -35,6 +35,17 @@ class StepFile:
         self.waiting.append(json_line(row))
         self.write_waiting()
 
+    def amend(self, row: Mapping[str, Any]) -> None:
+        """Add to what the last row says of the same step; where it is of another, append.
+
+        Raises OSError.
+        """
+        lines = list(lines_of(self.read()))
+        if not lines or lines[-1].step != row["step"]:
+            return self.add(row)
+        last = json.loads(lines.pop().content)
+        self.rewrite(b"".join([*(line.content for line in lines), json_line(last | dict(row))]))
+
     def write_waiting(self) -> None:
         """Append what waits. Raises OSError."""
         with self.path.open("ab", buffering=0) as file:

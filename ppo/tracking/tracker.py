@@ -35,7 +35,7 @@ class Tracker:
 
     with Tracker(run.record, enabled=rank == 0, loggers=config.trainer.logger) as tracker:
         tracker.truncate(step)      # once, after the start or the resume
-        tracker.log(step, values)   # once a step
+        tracker.log(step, values)   # once a step; again after a resume, with what was left to do
 
     A disk that is full ends no training: it is said once, and rows of metrics.jsonl wait for the
     next one.
@@ -46,6 +46,7 @@ class Tracker:
         self._folder = folder
         self._loggers = frozenset(loggers) if enabled else frozenset()
         self._writes_samples = enabled
+        self._resumed_at: int | None = None
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
         self._metrics = StepFile(folder / "metrics.jsonl")
@@ -80,7 +81,7 @@ class Tracker:
         if not self._writes_samples:
             return
         last = -1 if after is None else after
-        self._purge_step = last + 1
+        self._resumed_at, self._purge_step = after, last + 1
         files = {file: list(lines_of(file.read())) for file in (self._metrics, self._histograms)}
         alien = [(f, line) for f, lines in files.items() for line in lines if line.step is None]
         is_later = any((line.step or 0) > last for lines in files.values() for line in lines)
@@ -117,13 +118,17 @@ class Tracker:
         return [(path, int(match[1])) for path, match in named if match and path.is_file()]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one step everywhere; to be called once for each step."""
+        """Write one step everywhere; to be called once for each step.
+
+        What a resumed run logs of the step that it goes on from is added to that step's row.
+        """
         if "console" in self._loggers:
             logger.info("%s", console_line(step, values))
         if "jsonl" in self._loggers:
             finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
             with self._saying(self.metrics_file.name):
-                self._metrics.add({"step": step} | finite)
+                write = self._metrics.amend if step == self._resumed_at else self._metrics.add
+                write({"step": step} | finite)
         with self._saying("tensorboard"):
             if writer := self._tensorboard():
                 for name, value in values.items():

@@ -8,17 +8,38 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ppo.config import ConfigError, load_config, to_yaml
+from ppo.config import ConfigError, EarlyStopConfig, load_config, to_yaml
 from ppo.kl import FixedKLController
 from ppo.models.learner import Learner
 from ppo.models.roles import Models
-from ppo.state import TrainState, find_start, load_models, state_problem
+from ppo.state import EarlyStop, TrainState, find_start, load_models, state_problem
 from sharding.checkpoint import Checkpointer
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
 
 REQUIRED = ("model.path=tiny", "data.train_files=tiny", "trainer.device=cpu")
 SAMPLER = {"epoch": 1, "position": 4, "num_prompts": 8}
 STATE = {"step": 3, "sampler": SAMPLER, "kl_controller": {"value": 0.1}, "config": "model: {}"}
+
+
+def test_a_run_ends_when_its_metric_was_not_better_so_often_in_a_row() -> None:
+    stop = EarlyStop(EarlyStopConfig(metric="score", patience=2))
+    seen = []
+    for value in (0.5, None, 0.4, 0.6, math.nan, None, 0.6):
+        stop.note({} if value is None else {"score": value})
+        seen.append(bool(stop.reason))
+    assert seen == [False] * 6 + [True]
+    assert stop.reason == "trainer.early_stop: score was 2 times not better than 0.6"
+    patient = EarlyStop(EarlyStopConfig(metric="score", patience=3))
+    patient.load_state_dict(stop.state_dict())  # a resume may have more patience
+    assert not patient.reason and (patient.best, patient.worse) == (0.6, 2)
+    other = EarlyStop(EarlyStopConfig(metric="-loss", patience=1))
+    other.load_state_dict(stop.state_dict())
+    assert (other.best, other.worse) == (None, 0)
+    for loss, ends in ((2.0, False), (1.0, False), (1.5, True)):
+        other.note({"loss": loss})
+        assert bool(other.reason) == ends
+    assert "than 1" in other.reason
+    EarlyStop(EarlyStopConfig()).note({"score": 1.0})
 
 
 def test_a_state_that_was_saved_is_accepted() -> None:
@@ -32,6 +53,7 @@ def test_a_state_that_was_saved_is_accepted() -> None:
     [
         ({"step": 1_000_000_000}, "of step 1000000000"),
         ({"step": "3"}, "of step '3'"),
+        ({"early_stop": {"metric": None}}, "its early stop is {"),
         ({"sampler": {**SAMPLER, "position": 1_000_000_000}}, "at 1000000000 of 8 prompts"),
         ({"sampler": {**SAMPLER, "position": 4.0}}, "its sampler is"),
         ({"sampler": {**SAMPLER, "epoch": -1}}, "its sampler is"),

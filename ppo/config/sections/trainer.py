@@ -35,6 +35,17 @@ class CheckConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EarlyStopConfig(Section):
+    """The end of a run whose metric does not become better any more."""
+
+    metric: str | None = None
+    """metric whose highest value is best; with a minus before its name, the lowest; null = off"""
+    patience: PositiveInt = 3
+    """the run ends when it was so often not better than the best, one after the other; steps
+    without it do not count"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainerConfig(Section):
     """The run: length, saving, logging, stopping."""
 
@@ -67,6 +78,8 @@ class TrainerConfig(Section):
     keep_best: MayChange[str | None] = None
     """metric whose highest value keeps its checkpoint besides; with a minus before its name, the
     lowest; null = none"""
+    early_stop: MayChange[EarlyStopConfig] = field(default_factory=EarlyStopConfig)
+    """end before the last iteration, as finished"""
     max_wall_time: MayChange[Seconds | None] = field(default=None, metadata=seconds())
     """stop, save and end after so long: seconds, or [D-]HH:MM:SS; null = never"""
     comm_timeout_s: MayChange[Timeout] = 600.0

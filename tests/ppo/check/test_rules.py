@@ -79,6 +79,8 @@ def test_the_defaults_are_right():
          "data.val_sets.a.max_response_length", ["at most", "(512)", "max_model_len=1025"]),
         (["data.val_sets={a/b: {files: tiny}}"], "data.val_sets.a/b", ["letters, digits"]),
         (["data.val_sets.a.files=[]"], "data.val_sets.a.files", ["at least one"]),
+        (["trainer.early_stop.metric=-val-core/tiny/reward/mean@1"],
+         "trainer.early_stop.metric", ["needs data.val_files"]),
         (["reward.function.style=trl"], "reward.function.style", ["reward.function.path"]),
         (["reward.function.path=[a.py, b.py]", "reward.function.weights=[1]"],
          "reward.function", ["2 in path", "do not fit together"]),

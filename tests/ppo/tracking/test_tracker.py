@@ -49,6 +49,16 @@ def test_a_row_that_is_no_step_is_named_left_out_and_kept_elsewhere(tmp_path, ca
     assert (tmp_path / "old1" / "metrics.jsonl").read_bytes() == whole
 
 
+def test_what_a_resume_still_does_of_a_step_is_added_to_its_row(tmp_path) -> None:
+    leave(tmp_path)
+    with tracker_of(tmp_path, "jsonl") as tracker:
+        tracker.truncate(2)
+        tracker.log(2, {"val": 0.5, "step_s": float("nan")})
+        tracker.log(3, {"loss": 1.0})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [{"step": 1}, {"step": 2, "val": 0.5, "step_s": None}, {"step": 3, "loss": 1.0}]
+
+
 def test_a_row_that_a_crash_has_cut_off_is_no_news(tmp_path, caplog) -> None:
     leave(tmp_path)
     for end, steps in ((b'{"step": 3, "lo', [1, 2]), (b'{"step": 3}', [1, 2, 3])):
