@@ -4,6 +4,8 @@
     python -m ppo.data.prepare gsm8k --out data/gsm8k                        # with `datasets`
     python -m ppo.data.prepare gsm8k --out data/gsm8k --input train.jsonl --test_input test.jsonl
     python -m ppo.data.prepare jsonl --out data/mine --input mine.jsonl --prompt_key question
+    python -m ppo.data.prepare csv --out data/mine --input mine.csv --map q=prompt a=ground_truth
+    python -m ppo.data.prepare trl --out data/deepmath --input deepmath.parquet
 
 Owns command line and reading; what rows look like is sources.py's and gym_rows.py's, writing is
 writing.py's. The same command gives the same files.
@@ -12,19 +14,22 @@ writing.py's. The same command gives the same files.
 import argparse
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ppo.data.prepare.csv_rows import SEPARATORS, read_csv
 from ppo.data.prepare.gym_rows import INSTRUCTIONS, TaskError, gym_rows
 from ppo.data.prepare.sources import (
     METHODS,
+    Columns,
     PreparedRow,
+    any_rows,
     gsm8k_rows,
-    jsonl_rows,
     math_rows,
     preference_rows,
+    trl_rows,
 )
 from ppo.data.prepare.writing import Part, WriteError, write_parts
 from ppo.data.rows import DataError, Row, find_files, read_rows
@@ -39,6 +44,9 @@ MAKERS: dict[str, Callable[..., Iterable[PreparedRow]]] = {
     "math": math_rows,
     "preference": preference_rows,
 }
+
+
+KINDS = "JSONL, parquet, CSV, or globs"
 
 
 class PrepareError(RuntimeError):
@@ -69,39 +77,60 @@ def _parser() -> argparse.ArgumentParser:
         command = _command(commands, name, f"{hub}, or the same records in local files")
         _add_inputs(command, required=False)
         command.set_defaults(make=_make_known, name=name)
-    command = _command(commands, "jsonl", "any questions of your own")
+    command = _command(commands, "jsonl", "any records of your own", aliases=["csv", "parquet"])
     _add_inputs(command, required=True)
     command.add_argument("--prompt_key", default="prompt", help="text, or a list of messages")
     command.add_argument(
         "--answer_key", default="answer", help="becomes the ground truth; '' = there are no answers"
     )
+    command.add_argument(
+        "--map",
+        nargs="+",
+        default=[],
+        metavar="COLUMN=FIELD",
+        help="what columns are: prompt, ground_truth, data_source, system, or another name in "
+        "extra_info",
+    )
+    _add_scoring(command, "exact")
+    command.set_defaults(make=_make_any, method_if_none="exact")
+    command = _command(commands, "trl", "records with the columns prompt and solution, as in TRL")
+    _add_inputs(command, required=True)
+    _add_scoring(command, "boxed")
+    command.set_defaults(make=_make_trl, method_if_none="boxed")
+    _add_gym(_command(commands, "reasoning_gym", "generated tasks, no download"))
+    return parser
+
+
+def _add_scoring(command: argparse.ArgumentParser, default: str) -> None:
     scored = "; ".join(f"{name}: {method.scored}" for name, method in METHODS.items())
     command.add_argument(
         "--method",
         choices=[*METHODS],
-        help=f"how answers are scored (exact if not given): {scored}",
+        help=f"how answers are scored ({default} if not given): {scored}",
     )
     command.add_argument(
         "--data_source",
         help="picks another scorer, or is a name for one of yours; not with --method",
     )
     _add_texts(command, instruction=None)
-    command.set_defaults(make=_make_jsonl)
-    _add_gym(_command(commands, "reasoning_gym", "generated tasks, no download"))
-    return parser
 
 
-def _command(commands: Any, name: str, help_text: str) -> argparse.ArgumentParser:
+def _command(
+    commands: Any, name: str, help_text: str, *, aliases: Sequence[str] = ()
+) -> argparse.ArgumentParser:
     command = commands.add_parser(
-        name, help=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        name,
+        help=help_text,
+        aliases=[*aliases],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     command.add_argument("--out", type=Path, required=True, help="folder of the parquet files")
     return command
 
 
 def _add_inputs(command: argparse.ArgumentParser, *, required: bool) -> None:
-    command.add_argument("--input", nargs="+", required=required, help="JSONL, parquet, or globs")
-    command.add_argument("--test_input", nargs="+", help="JSONL, parquet, or globs")
+    command.add_argument("--input", nargs="+", required=required, help=KINDS)
+    command.add_argument("--test_input", nargs="+", help=KINDS)
     command.add_argument(
         "--test_size",
         type=_test_size,
@@ -176,24 +205,55 @@ def _make_known(options: argparse.Namespace) -> list[Part]:
     return _parts(MAKERS[options.name], records)
 
 
-def _make_jsonl(options: argparse.Namespace) -> list[Part]:
+def _make_any(options: argparse.Namespace) -> list[Part]:
+    columns = _columns(options)
+    if columns.data_source is not None:
+        if options.data_source is not None or options.method is not None:
+            raise PrepareError("--map COLUMN=data_source, --data_source and --method: give one")
+        options.data_source = "of each row"
+    scoring = _scoring(options, has_answers=bool(columns.answer))
+    return _parts(partial(any_rows, columns=columns, **scoring), _from_files(options))
+
+
+def _make_trl(options: argparse.Namespace) -> list[Part]:
+    return _parts(partial(trl_rows, **_scoring(options, has_answers=True)), _from_files(options))
+
+
+def _columns(options: argparse.Namespace) -> Columns:
+    """--prompt_key, --answer_key and --map."""
+    columns = Columns(options.prompt_key, options.answer_key)
+    fields = {"prompt": "prompt", "ground_truth": "answer"}
+    fields |= {name: name for name in ("data_source", "system")}
+    seen, renamed = set[str](), {}
+    for text in options.map:
+        column, equals, field = text.rpartition("=")
+        if not equals or not column or not field:
+            raise PrepareError(f"--map {text}: write COLUMN=FIELD")
+        if field in seen:
+            raise PrepareError(f"--map {text}: {field} is given twice")
+        seen.add(field)
+        if field in fields:
+            columns = columns._replace(**{fields[field]: column})
+        else:
+            renamed[column] = field
+    return columns._replace(renamed=renamed)
+
+
+def _scoring(options: argparse.Namespace, *, has_answers: bool) -> dict[str, Any]:
+    """--method, --data_source, --instruction and --system, as the makers of rows take them."""
     source, method, instruction = options.data_source, None, ""
     if source is None:
-        source, method, instruction, _ = METHODS[options.method or "exact"]
+        source, method, instruction, _ = METHODS[options.method or options.method_if_none]
     elif options.method is not None:
         raise PrepareError(f"--method {options.method} names a scorer, and so does --data_source")
     if options.instruction is not None:
         instruction = options.instruction
-    maker = partial(
-        jsonl_rows,
-        prompt_key=options.prompt_key,
-        answer_key=options.answer_key,
-        data_source=source,
-        method=method if options.answer_key else None,
-        instruction=instruction,
-        system=options.system,
-    )
-    return _parts(maker, _from_files(options))
+    return {
+        "data_source": source,
+        "method": method if has_answers else None,
+        "instruction": instruction,
+        "system": options.system,
+    }
 
 
 def _parts(
@@ -207,7 +267,7 @@ def _from_files(options: argparse.Namespace) -> list[list[Row]]:
     """Records of the local files, training and test."""
 
     def read(files: Sequence[str]) -> list[Row]:
-        return [row for path in find_files(files) for row in read_rows(path)]
+        return [row for path in find_files(files) for row in _records(path)]
 
     train = read(options.input)
     if options.test_input:
@@ -218,6 +278,10 @@ def _from_files(options: argparse.Namespace) -> list[list[Row]]:
         raise PrepareError(f"--test_size {options.test_size} leaves none of {len(train)} records")
     cut = len(train) - size
     return [train[:cut], train[cut:]]
+
+
+def _records(path: Path) -> Iterator[Row]:
+    return read_csv(path) if path.suffix.lower() in SEPARATORS else read_rows(path)
 
 
 def _from_hub(name: str, config: str | None, split: str) -> list[Row]:

@@ -1,4 +1,5 @@
-"""Rows in verl's format from what data sets hold: GSM8K, MATH, preference pairs, any JSONL.
+"""Rows in verl's format from what data sets hold: GSM8K, MATH, preference pairs, TRL's columns, any
+records.
 
 Pure: records in, rows out. Reading and writing are __main__.py's and writing.py's.
 """
@@ -20,8 +21,12 @@ GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 
 
+PROMPT_OPTION = "--prompt_key or --map COLUMN=prompt"
+ANSWER_OPTION = "--answer_key or --map COLUMN=ground_truth"
+
+
 class Method(NamedTuple):
-    """How answers of `jsonl` are scored, and what each question asks for so that they can be."""
+    """How answers are scored, and what each question asks for so that they can be."""
 
     data_source: str
     name: str | None  # of the method of that scorer, which rows carry
@@ -107,7 +112,8 @@ def math_rows(records: Sequence[Row], split: str) -> Iterator[PreparedRow]:
 
 
 def preference_rows(records: Sequence[Row], split: str) -> Iterator[PreparedRow]:
-    """From {prompt, chosen, rejected}, or from {chosen, rejected} transcripts as in hh-rlhf.
+    """From {prompt, chosen, rejected}, or from {chosen, rejected}: transcripts as in hh-rlhf, or
+    messages that begin with the prompt, as TRL has them.
 
     The ground truth is the chosen response; such rows are scored by a reward model or a function
     of the user.
@@ -115,8 +121,8 @@ def preference_rows(records: Sequence[Row], split: str) -> Iterator[PreparedRow]
     for index, record in enumerate(records):
         prompt = record.values.get("prompt")
         if prompt is None:
-            messages, chosen = _split_transcript(record, "chosen")
-            rejected = _split_transcript(record, "rejected")[1]
+            messages, chosen = _split_conversation(record, "chosen")
+            rejected = _split_conversation(record, "rejected")[1]
         else:
             messages = ask(prompt) if isinstance(prompt, str) else prompt
             chosen, rejected = _response(record, "chosen"), _response(record, "rejected")
@@ -130,12 +136,26 @@ def preference_rows(records: Sequence[Row], split: str) -> Iterator[PreparedRow]
         )
 
 
-def jsonl_rows(
+class Columns(NamedTuple):
+    """Which columns of any records are what."""
+
+    prompt: str = "prompt"
+    """text, or messages"""
+    answer: str = "answer"
+    """empty = there are no answers"""
+    data_source: str | None = None
+    """None = the same for all rows"""
+    system: str | None = None
+    """of each row's system message"""
+    renamed: Mapping[str, str] = {}
+    """other columns -> their names in extra_info"""
+
+
+def any_rows(
     records: Sequence[Row],
     split: str,
     *,
-    prompt_key: str,
-    answer_key: str,
+    columns: Columns,
     data_source: str,
     method: str | None = None,
     instruction: str = "",
@@ -146,27 +166,52 @@ def jsonl_rows(
     Every column stays in extra_info, for rewards that take columns by name.
 
     Args:
-        answer_key: empty = there are no answers.
         method: of the scorer of the data source.
     """
+    answer_key, source = columns.answer, data_source
+    _check_columns(records, columns)
     kinds = {type(record.values.get(answer_key)) for record in records}
     for index, record in enumerate(records):
-        prompt = _field(record, prompt_key, "--prompt_key")
+        prompt = _field(record, columns.prompt, PROMPT_OPTION)
         if isinstance(prompt, str):
-            prompt = ask(prompt, instruction=instruction, system=system)
-        truth = _truth(record, answer_key, "--answer_key") if answer_key else None
-        extra = {"split": split, "index": index} | record.values
+            head = _text(record, columns.system) if columns.system else system
+            prompt = ask(prompt, instruction=instruction, system=head)
+        truth = _truth(record, answer_key, ANSWER_OPTION) if answer_key else None
+        values = {columns.renamed.get(name, name): x for name, x in record.values.items()}
+        extra = {"split": split, "index": index} | values
         extra.pop("prompt", None)
         if len(kinds) > 1 and answer_key:  # a column of a parquet file has one type
             extra[answer_key] = truth
+        if columns.data_source:
+            source = _text(record, columns.data_source)
         if method is not None:
             is_list = method == "exact" and isinstance(record.values[answer_key], list)
             extra["method"] = "one_of" if is_list else method
         if answer_key:
-            _check_truth(record, answer_key, data_source, truth, extra)
-        yield make_row(
-            prompt, data_source=data_source, ability="", ground_truth=truth, extra_info=extra
-        )
+            _check_truth(record, answer_key, source, truth, extra)
+        yield make_row(prompt, data_source=source, ability="", ground_truth=truth, extra_info=extra)
+
+
+def _check_columns(records: Sequence[Row], columns: Columns) -> None:
+    """A column that is renamed is one of some record: else its name is misspelt."""
+    known = {name for record in records for name in record.values}
+    for name in columns.renamed:
+        if records and name not in known:
+            raise records[0].error(f"--map: no record has it; there is {', '.join(known)}", name)
+
+
+def trl_rows(records: Sequence[Row], split: str, **options: Any) -> Iterator[PreparedRow]:
+    """From {prompt, solution} as TRL's data sets have them; `solution` stays, for TRL's functions.
+
+    Where the scorer is that of MATH, the ground truth is the last box of the solution, or what
+    stands between its dollars.
+    """
+    columns = Columns("prompt", "solution")
+    for row in any_rows(records, split, columns=columns, **options):
+        if row["data_source"] == METHODS["boxed"].data_source:
+            truth = row["reward_model"]["ground_truth"]
+            row["reward_model"]["ground_truth"] = last_boxed(truth) or truth.strip().strip("$")
+        yield row
 
 
 def _check_truth(
@@ -217,6 +262,17 @@ def _response(record: Row, name: str) -> str:
     if not isinstance(value, str):
         raise record.error("must be text, or messages that end with the response", name)
     return value
+
+
+def _split_conversation(record: Row, name: str) -> tuple[list[Message], str]:
+    """Messages before the last response, and that response."""
+    value = _field(record, name)
+    if not isinstance(value, list):
+        return _split_transcript(record, name)
+    response = _response(record, name)
+    if len(value) < 2:
+        raise record.error("begins with the response, and there is no column 'prompt'", name)
+    return value[:-1], response
 
 
 def _split_transcript(record: Row, name: str) -> tuple[list[Message], str]:

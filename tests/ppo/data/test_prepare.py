@@ -143,7 +143,7 @@ def test_every_column_stays_under_its_name(tmp_path):
     [
         (None, (), "row 1 (line 2), column 'answer': is null; name the column with --answer_key"),
         ("x", ("--prompt_key", "question"), "column 'question': is missing; name the column with"),
-        ("x", ("--answer_key", "a"), "--answer_key; the record has prompt, answer"),
+        ("x", ("--answer_key", "a"), "--map COLUMN=ground_truth; the record has prompt, answer"),
         ("x", ("--method", "last_number"), "row 1 (line 2), column 'answer': cannot be scored by"),
         ("x", ("--method", "hashes"), "ground truth 'x' is not a number"),
         ("x", ("--method", "exact", "--data_source", "mine"), "and so does --data_source"),
@@ -315,3 +315,73 @@ def test_a_missing_package_of_the_extra_is_said_with_the_command_that_installs_i
     smollm2.check_packages(["json"])
     with pytest.raises(smollm2.PackageError, match=r"this needs no_such_package: pip install"):
         smollm2.check_packages(["json", "no_such_package"])
+
+
+def test_columns_of_a_csv_file_are_what_map_says(tmp_path):
+    source = tmp_path / "a.csv"
+    source.write_bytes(
+        '\ufeffq,a,topic,"how hard"\n"1+1,\n""now""",2,mine,3\nx,"a, b",mine,\n'.encode()
+    )
+    names = ["q=prompt", "a=ground_truth", "topic=data_source", "how hard=level"]
+    main(["csv", "--out", str(tmp_path), "--input", str(source), "--map", *names])
+    first, second = read(tmp_path / "train.parquet")
+    assert first["prompt"] == [{"role": "user", "content": '1+1,\n"now"'}]
+    assert (first["data_source"], first["reward_model"]["ground_truth"]) == ("mine", "2")
+    assert first["extra_info"]["level"] == "3" and first["extra_info"]["q"].startswith("1+1")
+    assert second["reward_model"]["ground_truth"] == "a, b"
+    assert second["extra_info"]["level"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "said"),
+    [
+        ("prompt,answer\na\n", (), "row 0 (line 2): has more or fewer fields than the 2 columns"),
+        ("prompt,answer\na,b,c\n", (), "more or fewer fields"),
+        ("prompt,answer\n", (), "is empty: it holds no row"),
+        ("", (), "must name the columns"),
+        ("a,a\n1,2\n", (), "names a column twice"),
+        ('prompt,answer\n"a,1\n', (), "cannot be read: unexpected end of data"),
+        ("prompt,answer\n,1\n", (), "column 'prompt': is null; name the column with --prompt_key"),
+        ("prompt,answer\na,1\n", ("--map", "q=prompt"), "column 'q': is missing"),
+        ("prompt,answer\na,1\n", ("--map", "x=level"), "column 'x': --map: no record has it"),
+        ("prompt,answer\na,1\n", ("--map", "prompt"), "--map prompt: write COLUMN=FIELD"),
+        ("prompt,answer\na,1\n", ("--map", "a=x", "b=x"), "--map b=x: x is given twice"),
+        ("prompt,answer\na,1\n", ("--map", "a=data_source", "--method", "exact"), "give one"),
+    ],
+)
+def test_a_csv_file_or_a_map_that_is_wrong_is_one_message(tmp_path, capsys, text, arguments, said):
+    source = tmp_path / "a.csv"
+    source.write_text(text)
+    command = ["csv", "--out", str(tmp_path / "out"), "--input", str(source), *arguments]
+    assert said in refusal(capsys, *command)
+
+
+def test_trl_s_columns_are_scored_as_math_and_kept_for_its_functions(tmp_path):
+    records = [
+        {"prompt": [{"role": "user", "content": "p"}], "solution": r"so $\boxed{\frac12}$"},
+        {"prompt": [{"role": "user", "content": "q"}], "solution": "$7$"},
+    ]
+    source = write_jsonl(tmp_path / "a.jsonl", *records)
+    main(["trl", "--out", str(tmp_path), "--input", source])
+    first, second = read(tmp_path / "train.parquet")
+    assert first["prompt"] == records[0]["prompt"]
+    assert [row["reward_model"]["ground_truth"] for row in (first, second)] == [r"\frac12", "7"]
+    assert first["extra_info"]["solution"] == records[0]["solution"]
+    assert compute_score(first["data_source"], r"\boxed{\frac{1}{2}}", r"\frac12") == 1
+    plain = write_jsonl(tmp_path / "b.jsonl", {"prompt": "1+1?", "solution": "2"})
+    main(["trl", "--out", str(tmp_path / "b"), "--input", plain, "--method", "last_number"])
+    (row,) = read(tmp_path / "b" / "train.parquet")
+    assert row["prompt"][0]["content"] == "1+1? Reply with the final answer as the last number."
+    assert (row["data_source"], row["reward_model"]["ground_truth"]) == ("exact_match", "2")
+
+
+def test_preference_pairs_may_begin_with_their_prompt(tmp_path):
+    ask = {"role": "user", "content": "hi"}
+    pair = {
+        "chosen": [ask, {"role": "assistant", "content": "yes"}],
+        "rejected": [ask, {"role": "assistant", "content": "no"}],
+    }
+    main(["preference", "--out", str(tmp_path), "--input", write_jsonl(tmp_path / "a.jsonl", pair)])
+    (row,) = read(tmp_path / "train.parquet")
+    assert row["prompt"] == [ask] and row["reward_model"]["ground_truth"] == "yes"
+    assert row["extra_info"]["rejected"] == "no"
