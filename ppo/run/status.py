@@ -42,10 +42,14 @@ class Status:
             logger.error("status.json does not say %s: %s", state, error)
 
     def fail(self, reason: str, claim: Callable[[str], bool], *, level: int) -> None:
-        """Write the failure of this rank, if `claim` says that it is the first."""
+        """Write the failure of this rank, if `claim` says that it is the first.
+
+        On a busy machine the store may not answer in time, and the claim then counts as the first:
+        one that is written down was before it.
+        """
         where = f" in {PROGRESS.left_in}" if PROGRESS.left_in else ""
         self.failure = f"rank {self._rank}{where}: {reason}"
-        if claim(self.failure):
+        if claim(self.failure) and not (self.is_ours and self._has_failed()):
             self.is_cause = True
             self.write_failure(self.failure, level=level)
         else:

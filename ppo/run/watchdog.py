@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
 from torch.distributed import (
@@ -34,6 +33,7 @@ from torch.distributed import (
 
 from ppo.run.judge import Judge, Sign
 from ppo.run.signals import kill_descendants
+from ppo.run.stacks import STACKS_SIGNAL, kill_stopped
 from sharding.progress import PROGRESS
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,6 @@ flight is finished"""
 STORE_S = 3.0
 LAST_WORDS_S = 10
 """what the end may take, on a file system that hangs"""
-STACKS_SIGNAL = signal.SIGUSR2
-"""has a process write the stacks of its threads into its log, also one that holds Python's lock"""
 
 
 class _News(NamedTuple):
@@ -250,7 +248,7 @@ class Watchdog:
         signal.alarm(LAST_WORDS_S)  # the kernel's word
         _within(1.0, lambda: faulthandler.dump_traceback(self._log, all_threads=True))
         _within(STORE_S, lambda: self._last_words(text, writes, tells))
-        _kill_stopped([pid for host, pid in stopped if host == socket.gethostname()])
+        kill_stopped([pid for host, pid in stopped if host == socket.gethostname()])
         kill_descendants()
         os._exit(1)
 
@@ -273,24 +271,6 @@ def _within(seconds: float, action: Callable[[], T]) -> T | None:
     thread.start()
     thread.join(seconds)
     return result[0] if result else None
-
-
-def _kill_stopped(pids: list[int]) -> None:
-    """Kill siblings that do not answer, after they have had a moment to write their stacks."""
-    siblings = [pid for pid in pids if pid != os.getpid() and _parent(pid) == os.getppid()]
-    for number, pause_s in ((STACKS_SIGNAL, 0.0), (signal.SIGCONT, 0.3), (signal.SIGKILL, 0.0)):
-        for pid in siblings:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
-        time.sleep(pause_s if siblings else 0.0)
-
-
-def _parent(pid: int) -> int | None:
-    """Process id of the parent of a process of this machine; None where there is no such."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
 
 
 def _is_in_debugger() -> bool:
