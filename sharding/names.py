@@ -1,13 +1,13 @@
-"""Names of a module's parameters: tied ones, and those of a layer.
+"""Names of a module's tensors: tied parameters, those of a layer, buffers that are weights.
 
-Owns the rules of what is tied (the same object under several names) and what belongs together. Must
-not know checkpoints or engines.
+Owns the rules of what is tied (the same object under several names), what belongs together, and
+what a checkpoint holds. Must not know checkpoints or engines.
 """
 
 import re
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 _LAYER = re.compile(r"^.*?\.\d+\.")
 
@@ -26,6 +26,23 @@ def parameter_names(module: nn.Module) -> list[list[str]]:
 def tied_names(module: nn.Module) -> list[list[str]]:
     """The names of each tied parameter, as in `parameter_names`."""
     return [names for names in parameter_names(module) if len(names) > 1]
+
+
+def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that no checkpoint holds, by full name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, owner in module.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name in owner._non_persistent_buffers_set
+    }
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a checkpoint holds, by full name: the biases that balance experts, and others
+    that no gradient reaches."""
+    computed = non_persistent_buffers(module)
+    return {name: buffer for name, buffer in module.named_buffers() if name not in computed}
 
 
 def set_parameter(module: nn.Module, names: Sequence[str], parameter: nn.Parameter) -> None:

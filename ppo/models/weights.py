@@ -20,7 +20,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ppo.errors import InputError
 from sharding.agree import together
-from sharding.names import set_parameter, tied_names
+from sharding.names import (
+    non_persistent_buffers,
+    persistent_buffers,
+    set_parameter,
+    tied_names,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -206,16 +211,6 @@ def local_box(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
-def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers that no checkpoint holds, by full name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, owner in module.named_modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-        if name in owner._non_persistent_buffers_set
-    }
-
-
 def _unset(buffer: Tensor) -> bool:
     """Whether _init_weights left a buffer alone; unknowable for integers, which count as unset."""
     return not buffer.is_floating_point() or bool(buffer.isnan().any())
@@ -223,9 +218,7 @@ def _unset(buffer: Tensor) -> bool:
 
 def _targets(module: nn.Module) -> dict[str, Tensor]:
     """Tensors to fill, by name; tied parameters once."""
-    skip = non_persistent_buffers(module)
-    buffers = {n: b for n, b in module.named_buffers() if n not in skip}
-    return {**dict(module.named_parameters()), **buffers}
+    return {**dict(module.named_parameters()), **persistent_buffers(module)}
 
 
 def _local(tensor: Tensor) -> Tensor:

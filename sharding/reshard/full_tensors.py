@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sharding.layout import whole_layout
 from sharding.mesh import Mesh
-from sharding.names import layer_of
+from sharding.names import layer_of, persistent_buffers
 from sharding.reshard.exchange import ReshardStats
 from sharding.reshard.resharder import Resharder
 from sharding.reshard.shards import sent_shapes
@@ -51,7 +51,11 @@ class FullTensors:
         return self._resharder.stats
 
     def batches(self) -> Iterator[NamedTensors]:
-        """Batches of (checkpoint name, tensor); each tensor belongs to the consumer."""
+        """Batches of (checkpoint name, tensor); each tensor belongs to the consumer.
+
+        The tensors of a batch have one dtype: the rollout's, but for buffers of the checkpoint,
+        which come last and as they are.
+        """
         batch: dict[str, Tensor] = {}
         layer = size = 0
         for name, tensor in self._whole():
@@ -63,6 +67,13 @@ class FullTensors:
             size += tensor.numel() * tensor.element_size()
         if batch:
             yield self._converted(batch)
+        yield from map(self._converted, self._buffers())
+
+    def _buffers(self) -> Iterator[dict[str, Tensor]]:
+        """Every rank holds them whole; of one dtype at a time."""
+        buffers = persistent_buffers(self._module)
+        for dtype in sorted({b.dtype for b in buffers.values()}, key=str):
+            yield {name: b.clone() for name, b in buffers.items() if b.dtype == dtype}
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters one after the other as their last element arrives."""

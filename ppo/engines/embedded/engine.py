@@ -24,6 +24,7 @@ from ppo.engines.embedded.stop_text import StopText
 from ppo.model_shapes import AttentionShape
 from ppo.models.forward import num_ids_of
 from sharding.mesh import Mesh
+from sharding.names import persistent_buffers
 from sharding.progress import PROGRESS
 from sharding.reshard.checksums import Checksums
 from sharding.reshard.resharder import Resharder
@@ -59,6 +60,7 @@ class TorchEngine:
             dtype=self._dtype,
             tp_mesh=mesh.rollout,
             num_ids=num_ids_of(module),
+            buffers=persistent_buffers(module),
             trust_remote_code=trust_remote_code,
         )
         self._resharder = Resharder(

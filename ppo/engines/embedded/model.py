@@ -7,6 +7,8 @@ sampling, or how a bucket of weights was exchanged.
 
 import copy
 import fnmatch
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,9 +20,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 
 from ppo.engines.embedded.kv_cache import KVCache, Step, cached_attention
 from ppo.errors import InputError
-from ppo.models.weights import non_persistent_buffers
 from sharding.layout import FAMILIES, view_2d
-from sharding.names import parameter_names, set_parameter
+from sharding.names import non_persistent_buffers, parameter_names, set_parameter
 from sharding.reshard.plan import Entry
 from sharding.reshard.resharder import Bucket
 
@@ -38,13 +39,19 @@ class LocalModel:
         dtype: torch.dtype,
         tp_mesh: DeviceMesh | None,
         num_ids: int,
+        buffers: Mapping[str, Tensor],
         trust_remote_code: bool = False,
     ):
-        """num_ids: ids that have a logit, from 0 on. tp_mesh: ranks of a rollout group, if any."""
+        """
+        Args:
+            num_ids: ids that have a logit, from 0 on.
+            tp_mesh: ranks of a rollout group, if any.
+            buffers: those that a checkpoint holds; no gradient reaches them, so they stay.
+        """
         self.device, self.num_ids = device, num_ids
         self.module = _build(hf_config, dtype, trust_remote_code)
         self._names = parameter_names(self.module)
-        _recompute_buffers(self.module, device)
+        _fill_buffers(self.module, device, buffers)
         if tp_mesh is not None and tp_mesh.size() > 1:
             _parallelize(self.module, tp_mesh)
         self._missing: dict[str, int] = {}
@@ -158,22 +165,38 @@ def _build(hf_config: PretrainedConfig, dtype: torch.dtype, trust: bool) -> PreT
     return module.eval().requires_grad_(False)
 
 
-def _recompute_buffers(module: PreTrainedModel, device: torch.device) -> None:
-    """Rotary tables and the like: the model's own initialisation makes what no checkpoint holds."""
-    buffers = non_persistent_buffers(module)
+def _fill_buffers(
+    module: PreTrainedModel, device: torch.device, stored: Mapping[str, Tensor]
+) -> None:
+    """Those of the checkpoint are copied; rotary tables and the like are what the model's own
+    initialisation makes of them."""
+    computed = non_persistent_buffers(module)
     for name in dict(module.named_buffers()):
         owner_name, _, leaf = name.rpartition(".")
         owner = module.get_submodule(owner_name)
         buffer = torch.empty_like(owner.get_buffer(leaf), device=device)
-        owner._buffers[leaf] = buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer
-    for owner_name in {name.rpartition(".")[0] for name in buffers}:
+        if name in stored and name not in computed:
+            dtype = torch.float32 if _stays_float32(module, name) else buffer.dtype
+            buffer = stored[name].to(device, dtype, copy=True)
+        elif buffer.is_floating_point():
+            buffer.fill_(torch.nan)
+        owner._buffers[leaf] = buffer
+    for owner_name in {name.rpartition(".")[0] for name in computed}:
         module._init_weights(module.get_submodule(owner_name))
     for name, buffer in module.named_buffers():
-        if name not in buffers or not buffer.is_floating_point() or buffer.isnan().any():
+        if name in stored and name not in computed:
+            continue
+        if name not in computed or not buffer.is_floating_point() or buffer.isnan().any():
             raise InputError(
                 f"rollout.engine=torch cannot make the buffer {name} of "
                 f"{module.config.model_type}; use rollout.engine=sglang"
             )
+
+
+def _stays_float32(module: PreTrainedModel, name: str) -> bool:
+    """Whether transformers keeps a tensor in float32 where the model is in half precision."""
+    kept = module._keep_in_fp32_modules_strict or ()
+    return any(re.search(pattern.replace("*", r"\w+"), name) for pattern in kept)
 
 
 def _output_head(module: PreTrainedModel) -> nn.Module:

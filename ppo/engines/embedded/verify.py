@@ -14,6 +14,7 @@ from ppo.engines.embedded.kv_cache import KVCache
 from ppo.engines.embedded.model import LocalModel
 from ppo.errors import InputError
 from ppo.models.small_copy import NoSmallCopy, build_small_copy
+from sharding.names import persistent_buffers
 
 PROMPTS, RESPONSE = (6, 3), 8
 """tokens of the prompts that are prefilled together, and tokens that each row decodes then"""
@@ -67,6 +68,7 @@ def _logits(small: Any, rows: Sequence[Tensor], trust_remote_code: bool) -> Tens
         dtype=torch.float32,
         tp_mesh=None,
         num_ids=small.get_output_embeddings().weight.shape[0],
+        buffers=persistent_buffers(small),
         trust_remote_code=trust_remote_code,
     )
     model.allocate()

@@ -151,10 +151,11 @@ def _unwritten(model: nn.Module) -> str:
 
 
 def _bit_views(model: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.element_size() in UNWRITTEN:
-            dtype, pattern = UNWRITTEN[parameter.element_size()]
-            yield name, parameter.data.view(dtype), pattern
+    """Of all that a checkpoint holds, buffers too: SGLang has put random numbers into it."""
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and tensor.element_size() in UNWRITTEN:
+            dtype, pattern = UNWRITTEN[tensor.element_size()]
+            yield name, tensor.view(dtype), pattern
 
 
 def _refresh_derived_buffers(model: nn.Module) -> None:
@@ -188,13 +189,13 @@ def _compare_full(model: nn.Module, stage: str, instruction: dict[str, Any], fla
     """What the model's own loader makes of the tensors is what it must hold already."""
     if stage == "begin":
         _before.clear()  # of a comparison that was given up
-        _before.update((name, p.detach().clone()) for name, p in model.named_parameters())
+        _before.update((name, held.clone()) for name, held in model.state_dict().items())
         return ""
     if stage == "bucket":
         _model_loader(model)(_tensors(instruction["entries"], flat))
         return ""
-    loaded = dict(model.named_parameters())
-    found = [_difference(name, held, loaded[name].data) for name, held in _before.items()]
+    loaded = model.state_dict()
+    found = [_difference(name, held, loaded[name]) for name, held in _before.items()]
     _before.clear()
     return _few([text for text in found if text])
 

@@ -14,10 +14,10 @@ from ppo.models.weights import (
     WeightsError,
     load_weights,
     materialize,
-    non_persistent_buffers,
     remember_names,
 )
 from sharding.mesh import init_distributed
+from sharding.names import non_persistent_buffers
 from tests.ppo.models.hf_models import FAMILIES, save_model
 
 CPU = torch.device("cpu")

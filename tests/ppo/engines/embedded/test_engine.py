@@ -3,7 +3,6 @@
 import itertools
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -323,8 +322,9 @@ def test_sampling_options_out_of_range_are_all_named():
 def test_a_model_whose_layers_have_no_cache_here_is_refused(mesh):
     config = Qwen2Config(**SIZES, layer_types=["full_attention", "linear_attention"])
     with pytest.raises(ValueError, match=r"no cache for the linear_attention layers of qwen2"):
-        head = nn.Linear(64, 512)
-        make_engine(mesh, SimpleNamespace(config=config, get_output_embeddings=lambda: head))
+        module: Any = nn.Linear(64, 512)
+        module.config, module.get_output_embeddings = config, lambda: module
+        make_engine(mesh, module)
 
 
 def test_weights_and_cache_are_given_back(mesh, reference):

@@ -312,16 +312,20 @@ def _check_faults(session: Session) -> None:
 def test_a_mixture_of_experts_loads_by_the_generic_path_and_a_hung_worker_is_an_error(
     tmp_path: Path,
 ):
-    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+    """The bias that balances its experts is no parameter, but a buffer of the checkpoint."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-    config = Qwen2MoeConfig(
-        **TINY,
+    config = Glm4MoeConfig(
+        **{**TINY, "head_dim": 8},
+        intermediate_size=128,
         moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        num_experts=4,
+        n_routed_experts=4,
         num_experts_per_tok=2,
+        first_k_dense_replace=1,
     )
-    folder = _save(Qwen2MoeForCausalLM(config), tmp_path / "moe")
+    model = Glm4MoeForCausalLM(config)
+    model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias").normal_()
+    folder = _save(model, tmp_path / "moe")
     for left in run_distributed(_mixture_on_two_ranks, 2, str(folder), timeout_s=300):
         assert left == []
 

@@ -83,6 +83,21 @@ def test_nan_weights_of_a_diverged_trainer_count_as_written():
     assert tell(model, "end")["error"] == ""
 
 
+def test_a_buffer_of_the_checkpoint_that_was_not_written_is_an_error_too():
+    """SGLang fills it with random numbers, as all that a checkpoint holds."""
+    model = Worker()
+    model.register_buffer("correction", torch.zeros(3))
+    model.register_buffer("table", torch.zeros(3), persistent=False)
+    named = [("qkv.weight", torch.ones(6, 4)), ("embed.weight", torch.ones(8, 4))]
+    flat = torch.cat([tensor.flatten() for _, tensor in named])
+    entries = [["qkv.weight", [6, 4], 0], ["embed.weight", [8, 4], 24]]
+    tell(model, "begin")
+    assert tell(model, "bucket", flat, style="full", entries=entries)["error"] == ""
+    error = tell(model, "end", style="full")["error"]
+    assert error == "never written in the engine: correction (3 of 3 elements)"
+    assert model.get_buffer("table").tolist() == [0, 0, 0]
+
+
 def test_what_does_not_fit_is_answered_and_never_raised():
     model, flat = Worker(), torch.arange(44.0)
     for entry, text in (
