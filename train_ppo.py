@@ -42,6 +42,7 @@ from ppo.kl import KLController, kl_estimate, token_rewards
 from ppo.metrics import Metrics
 from ppo.models.roles import Models, build_models
 from ppo.rollout.collector import open_collector
+from ppo.rollout.filter import GroupPool
 from ppo.rollout.logged_samples import log_samples
 from ppo.rollout.prompts import check_tokenizer_of_ref, open_prompts
 from ppo.rollout.samples import kept_on_failure
@@ -137,17 +138,22 @@ def train(config: Config, run: Run) -> None:
             if state.step > 0 and config.trainer.save_freq >= 0 and not state.validation_due:
                 save(metrics, values)
 
+        groups = GroupPool(config, run.mesh, sampler, state.surplus())
         while state.step < total_steps:
             step = state.step + 1
             with metrics.timed("step"):
-                # 1 generate: weights go to the engine, whose memory comes back afterwards
-                with metrics.timed("gen"), collector.awake(metrics):
-                    prompts_now = sampler.next_batch()
-                    samples = collector.sample_training(prompts_now, metrics, step, scorer.begin)
-                # 2 score, and give every rank the rows that it computes with
-                kept = kept_on_failure(tracker, scorer, samples, step)
-                with metrics.timed("reward"), kept:
-                    scorer.score(samples, metrics)
+                while groups.wants_more():  # once; with filter_groups until enough groups differ
+                    # 1 generate: weights go to the engine, whose memory comes back afterwards
+                    with metrics.timed("gen"), collector.awake(metrics):
+                        samples = collector.sample_training(
+                            *(sampler.next_batch(), metrics, step, scorer.begin), round=groups.round
+                        )
+                    # 2 score
+                    with metrics.timed("reward"), kept_on_failure(tracker, scorer, samples, step):
+                        scorer.score(samples, metrics, training=True)
+                    groups.add(samples)
+                # every rank gets the rows that it computes with
+                samples = groups.take(metrics)
                 batch = first_layout(samples, config, batchers.actor, step)
                 # 3 log-probs and values
                 add_logprobs_and_values(batch, models, batchers, config, run, metrics, step)
@@ -164,7 +170,9 @@ def train(config: Config, run: Run) -> None:
                     with metrics.timed("update_actor"):
                         update_actor(actor, batch, config, batchers.actor, metrics, step)
             # 7 finish: from here on the iteration counts
-            state.commit()
+            state.commit(groups.surplus())
+            if not sampler.has_next():  # with filter_groups a step draws several batches
+                total_steps = step
             run.status("running", step)
             metrics.set("training/global_step", step)
             metrics.set("training/epoch", sampler.epoch)

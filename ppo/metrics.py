@@ -53,6 +53,10 @@ class Metrics:
         """Set a value that is the same on every rank already; not reduced."""
         self._same[name] = float(value)
 
+    def count(self, name: str, number: float) -> None:
+        """Add to a value that is the same on every rank already, and begins at 0."""
+        self._same[name] = self._same.get(name, 0.0) + number
+
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Add the time of the block to timing_s/NAME; the slowest rank counts, in seconds.

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,29 +98,34 @@ class TrainState:
     """the validation after `step` is still to do: a stop has interrupted it, or none was yet"""
     position: dict[str, Any] | None = None
     """where the sampler stood after them; None = at its start"""
+    surplus: Callable[[], Any] = lambda: None
+    """gives samples that were made and not yet trained on, as JSON; collective"""
     said_best_is_missing: bool = False
     """not part of the state"""
 
-    def commit(self) -> None:
+    def commit(self, surplus: Callable[[], Any] = lambda: None) -> None:
         """End an iteration: only now do its prompts count as used."""
-        self.step += 1
+        self.step, self.surplus = self.step + 1, surplus
         self.position = self.sampler.state_dict()
 
     def last_step(self, total_steps: int, values: Mapping[str, float], run: Run) -> int:
-        """The last iteration of the run: `total_steps`, or this one where trainer.early_stop says
-        so by the values of the step."""
+        """The last iteration of the run: `total_steps`, or this one where the epochs hold no other
+        batch of prompts, or trainer.early_stop says so by the values of the step."""
         self.early_stop.note(values)
+        if not self.sampler.has_next():
+            return self.step
         if not self.early_stop.reason:
             return total_steps
         run.ends_early(self.early_stop.reason)
         return self.step
 
     def state_dict(self) -> dict[str, Any]:
-        """The state at the last iteration boundary."""
+        """The state at the last iteration boundary. Collective where there is a surplus."""
         return {
             "step": self.step,
             "validation_due": self.validation_due,
             "early_stop": self.early_stop.state_dict(),
+            "surplus": self.surplus(),
             "sampler": self.position,
             "kl_controller": self.kl_controller.state_dict(),
         }
@@ -131,6 +136,8 @@ class TrainState:
         self.validation_due = state.get("validation_due", False)
         if "early_stop" in state:
             self.early_stop.load_state_dict(state["early_stop"])
+        waiting = state.get("surplus")
+        self.surplus = lambda: waiting
         if self.position is not None:
             self.sampler.load_state_dict(self.position)
         self.kl_controller.load_state_dict(state["kl_controller"])

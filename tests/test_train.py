@@ -45,7 +45,11 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def train_here(
-    rank: int, world_size: int, jobs: list[tuple[str, tuple[str, ...]]], device_type: str = "cpu"
+    rank: int,
+    world_size: int,
+    jobs: list[tuple[str, tuple[str, ...]]],
+    device_type: str = "cpu",
+    preset: str = "ppo_tiny.yaml",
 ) -> list[Any]:
     """Run each (folder, overrides) in this world; what was sampled, and the batches whole."""
     device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
@@ -64,9 +68,7 @@ def train_here(
     try:
         for folder, overrides in jobs:
             seen.append({"tokens": [], "whitened": [], "batches": []})
-            config = load_config(
-                "ppo_tiny.yaml", [*BASE, f"trainer.default_local_dir={folder}", *overrides]
-            )
+            config = load_config(preset, [*BASE, f"trainer.default_local_dir={folder}", *overrides])
             mesh = build_mesh(config.dims(world_size, world_size), device)
             with Run(config, mesh, command=["test"]) as run:
                 train_ppo.train(config, run)
@@ -344,6 +346,16 @@ def test_the_weights_of_the_rollout_correction_are_logged_as_before_truncation(
 # Metrics of ppo/README.md that the runs of this file do not have, and when there are any.
 ELSEWHERE = {
     "memory_gib/PHASE": "on CUDA",
+    **dict.fromkeys(
+        (
+            *("filter_groups/num_gen_batches", "filter_groups/kept", "filter_groups/surplus"),
+            *("filter_groups/dropped_right", "filter_groups/dropped_wrong"),
+            "filter_groups/dropped_failed",
+        ),
+        "with algorithm.filter_groups",
+    ),
+    "reward/overlong_penalty": "with reward.manager dapo",
+    "reward/overlong": "with reward.manager dapo",
     "perf/max_memory_allocated_gb": "on CUDA",
     "actor/pg_covfrac": "with loss_mode clip_cov or kl_cov",
     "perf/mfu/actor": "on a device whose peak is known",

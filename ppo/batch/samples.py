@@ -9,10 +9,11 @@ H hidden. One alignment: index t of logprobs, values, rewards and response_mask 
 token t.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,6 +64,67 @@ class Samples:
     def prompt(self, index: int) -> Prompt:
         """What the sample with this index here answers."""
         return self.prompts[self.numbers[index] // self.n]
+
+
+def of_prompts(samples: Samples, chosen: Sequence[int]) -> Samples:
+    """The scored samples of some prompts alone, numbered anew. `chosen`: ascending."""
+    place, n = {prompt: new for new, prompt in enumerate(chosen)}, samples.n
+    here = [i for i, number in enumerate(samples.numbers) if number // n in place]
+    completions, borders = samples.completions, samples.completions.borders()
+    found = Samples(
+        prompts=[samples.prompts[prompt] for prompt in chosen],
+        n=n,
+        numbers=[place[samples.numbers[i] // n] * n + samples.numbers[i] % n for i in here],
+        completions=Completions(
+            _pieces(completions.ids, [borders[i] for i in here]),
+            _pieces(completions.logprobs, [borders[i] for i in here]),
+            [completions.lengths[i] for i in here],
+            [completions.finish_reasons[i] for i in here],
+        ),
+        texts=[samples.texts[i] for i in here],
+        are_scored=samples.are_scored,
+    )
+    found.scores, found.failed = samples.scores[here], samples.failed[here]
+    found.failures = [samples.failures[i] for i in here]
+    found.components = [samples.components[i] for i in here]
+    found.answers = [samples.answers[i] for i in here]
+    if samples.greedy_scores is not None:
+        found.greedy_scores = samples.greedy_scores[list(chosen)]
+    return found
+
+
+def joined(parts: Sequence[Samples]) -> Samples:
+    """Scored samples of several batches as those of one, prompts in this order."""
+    if len(parts) == 1:
+        return parts[0]
+    firsts = np.cumsum([0, *(part.total for part in parts)]).tolist()
+    found = Samples(
+        prompts=[prompt for part in parts for prompt in part.prompts],
+        n=parts[0].n,
+        numbers=[
+            first + i for first, part in zip(firsts, parts, strict=False) for i in part.numbers
+        ],
+        completions=Completions(
+            np.concatenate([part.completions.ids for part in parts]),
+            np.concatenate([part.completions.logprobs for part in parts]),
+            [length for part in parts for length in part.completions.lengths],
+            [reason for part in parts for reason in part.completions.finish_reasons],
+        ),
+        texts=[text for part in parts for text in part.texts],
+        are_scored=parts[0].are_scored,
+    )
+    found.scores = torch.cat([part.scores for part in parts])
+    found.failed = torch.cat([part.failed for part in parts])
+    found.failures = [failure for part in parts for failure in part.failures]
+    found.components = [components for part in parts for components in part.components]
+    found.answers = [answer for part in parts for answer in part.answers]
+    greedy = [part.greedy_scores for part in parts if part.greedy_scores is not None]
+    found.greedy_scores = torch.cat(greedy) if greedy else None
+    return found
+
+
+def _pieces(flat: np.ndarray, borders: Iterable[tuple[int, int]]) -> np.ndarray:
+    return np.concatenate([flat[:0], *(flat[start:end] for start, end in borders)])
 
 
 @dataclass(frozen=True, kw_only=True)

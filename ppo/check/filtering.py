@@ -1,4 +1,5 @@
-"""Rules about what the update leaves out: tokens and sequences that the correction drops.
+"""Rules about what is left out of training: groups, and tokens that engine and trainer disagree
+about.
 
 Owns what of this cannot work. Must not look at files.
 """
@@ -14,7 +15,7 @@ _CORRECTION = "algorithm.rollout_correction"
 
 def filtering_problems(config: Config) -> list[Problem]:
     """Everything of this kind that cannot work."""
-    return [*_bounds(config), *_bypass(config)]
+    return [*_bounds(config), *_bypass(config), *_groups(config), *_overlong(config)]
 
 
 def _bounds(config: Config) -> Iterator[Problem]:
@@ -51,3 +52,47 @@ def _bypass(config: Config) -> Iterator[Problem]:
             "that of the policy and the engine: a weight would count the mismatch twice",
             "leave it out, or set actor.policy_loss.loss_mode=gpg",
         )
+
+
+def _groups(config: Config) -> Iterator[Problem]:
+    keys, data = config.algorithm.filter_groups, config.data
+    if not keys.enable or config.trainer.val_only:
+        return
+    if config.rollout.n == 1:
+        rule = "algorithm.filter_groups compares the responses of a prompt"
+        yield Problem("rollout.n", 1, rule, "use rollout.n=8 or so")
+    if not config.uses_function and not config.reward.model.enable:
+        rule = "nothing scores: no prompt's responses differ"
+        yield Problem("algorithm.filter_groups.enable", True, rule, "leave it out")
+    if keys.metric == "seq_final_reward" and config.algorithm.charges_kl:
+        yield Problem(
+            "algorithm.filter_groups.metric",
+            keys.metric,
+            "has the KL penalty of algorithm.use_kl_in_reward in it, which is not known yet when "
+            "groups are chosen",
+            "use seq_reward",
+        )
+    most = keys.max_num_gen_batches * data.gen_batch_size
+    if 0 < most < data.train_batch_size:
+        yield Problem(
+            "algorithm.filter_groups.max_num_gen_batches",
+            keys.max_num_gen_batches,
+            f"rounds of data.gen_batch_size = {data.gen_batch_size} prompts never make "
+            f"data.train_batch_size = {data.train_batch_size}",
+            f"use {-(-data.train_batch_size // data.gen_batch_size)} or more, or 0",
+        )
+    if keys.surplus == "keep" and data.gen_batch_size > data.train_batch_size:
+        yield Problem(
+            "algorithm.filter_groups.surplus",
+            keys.surplus,
+            f"data.gen_batch_size = {data.gen_batch_size} is more than data.train_batch_size = "
+            f"{data.train_batch_size}: groups would wait for longer than one iteration",
+            "use drop, or a smaller data.gen_batch_size",
+        )
+
+
+def _overlong(config: Config) -> Iterator[Problem]:
+    buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
+    if buffer.len is not None and buffer.len > longest:
+        rule = f"must be at most data.max_response_length ({longest})"
+        yield Problem("reward.overlong_buffer.len", buffer.len, rule)

@@ -12,6 +12,7 @@ from ppo.config import (
     ESTIMATOR_NEEDS,
     AlgorithmConfig,
     Config,
+    FilterGroupsConfig,
     RolloutConfig,
     unusual_values,
 )
@@ -23,6 +24,7 @@ def config_warnings(config: Config, *, world_size: int) -> list[str]:
         *_training(config),
         *_micro_batches(config),
         *_algorithm(config),
+        *_groups(config),
         *_data(config),
         *_rollout(config),
         *_sizes(config, world_size),
@@ -111,6 +113,23 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield f"algorithm.kl_ctrl.type has no effect {unless}"
     if not config.ref_enabled and config.ref.model.path != config.model.path:
         yield "ref.model.path has no effect: nothing is compared with a reference"
+
+
+def _groups(config: Config) -> Iterator[str]:
+    keys, data, reward = config.algorithm.filter_groups, config.data, config.reward
+    default, has_penalty = FilterGroupsConfig(), reward.overlong_buffer.len is not None
+    if not keys.enable:
+        if data.gen_batch_size != data.train_batch_size:
+            yield "data.gen_batch_size has no effect without algorithm.filter_groups.enable"
+        if keys != default:
+            yield "algorithm.filter_groups has no effect without enable"
+    elif reward.manager == "dapo" and has_penalty and keys.metric in (None, "score", "seq_reward"):
+        yield (
+            "algorithm.filter_groups.metric: with reward.overlong_buffer lengths alone make scores "
+            "differ; use acc, or another entry of the reward's dict"
+        )
+    if has_penalty != (reward.manager == "dapo"):
+        yield "reward.overlong_buffer.len and reward.manager=dapo have no effect without each other"
 
 
 def _data(config: Config) -> Iterator[str]:

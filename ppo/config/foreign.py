@@ -36,7 +36,6 @@ class NotBuilt(NamedTuple):
 
 
 NOT_BUILT = {
-    "data.gen_batch_size": NotBuilt("null"),
     "data.mix": NotBuilt("{}"),
     "data.difficulty": NotBuilt("null"),
     "model.lora_rank": NotBuilt("0"),
@@ -55,15 +54,11 @@ NOT_BUILT = {
     "critic.optim.state_dtype": NotBuilt("float32"),
     "critic.tensor_parallel_size": NotBuilt("1", "use actor.ulysses_sequence_parallel_size"),
     "critic.normalize_returns": NotBuilt("false"),
-    "reward.manager": NotBuilt("naive"),
-    "reward.overlong_buffer": NotBuilt(None),
     "reward.normalize": NotBuilt("false"),
     "rollout.engine_process": NotBuilt("auto"),
     "rollout.episode": NotBuilt(None),
     "rollout.tail": NotBuilt(None),
     "rollout.partial": NotBuilt(None),
-    "algorithm.filter_groups.enable": NotBuilt("false"),
-    "algorithm.filter_groups": NotBuilt(None),
     "guards.preset": NotBuilt("none"),
     "guards": NotBuilt(None),
     "trainer.profile_steps": NotBuilt("[]"),

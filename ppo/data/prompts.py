@@ -36,13 +36,17 @@ class PromptSets(NamedTuple):
             yield from (prompts[index] for index in range(len(prompts)))
 
     def sampler(self, config: Config) -> PromptSampler:
-        """The order of the training prompts."""
+        """The order of the training prompts, in batches of one generation."""
+        data, filters = config.data, config.algorithm.filter_groups.enable
+        by_epochs = config.trainer.total_training_steps is None
         return PromptSampler(
             self.train,
-            batch_size=config.data.train_batch_size,
-            shuffle=config.data.shuffle,
-            seed=config.data.seed,
-            drop_last=config.data.drop_last,
+            batch_size=data.gen_batch_size if filters else data.train_batch_size,
+            shuffle=data.shuffle,
+            seed=data.seed,
+            drop_last=data.drop_last,
+            epochs=config.trainer.total_epochs if by_epochs else None,
+            batch_key="data.gen_batch_size" if filters else "data.train_batch_size",
         )
 
 
@@ -68,6 +72,12 @@ def shared_ids(tokenizer: "PreTrainedTokenizerBase", vocabulary: int | None) -> 
 
 
 def total_steps_of(config: Config, sampler: PromptSampler) -> int:
-    """Iterations of the run: trainer.total_training_steps, else all of trainer.total_epochs."""
+    """Iterations of the run: trainer.total_training_steps, else all of trainer.total_epochs.
+
+    With filter_groups the epochs hold so many at most: the run ends with their last prompts.
+    """
     epochs = config.trainer.total_epochs * len(sampler)
+    if config.algorithm.filter_groups.enable:
+        prompts = epochs * config.data.gen_batch_size
+        epochs = min(epochs, -(-prompts // config.data.train_batch_size))
     return config.trainer.total_training_steps or epochs

@@ -21,6 +21,8 @@ class PromptSampler:
         batch_size: prompts of a global batch.
         shuffle: a new order in each epoch, a function of (seed, epoch).
         drop_last: leave out the short last batch of an epoch (said once) instead of using it.
+        epochs: after which `has_next` says that there is no more; None = never.
+        batch_key: the key of the batch size, for messages.
 
     Raises:
         DataError: fewer prompts than one batch, with drop_last.
@@ -34,8 +36,11 @@ class PromptSampler:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = True,
+        epochs: int | None = None,
+        batch_key: str = "data.train_batch_size",
     ) -> None:
         self._dataset = dataset
+        self._epochs = epochs
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
@@ -47,8 +52,8 @@ class PromptSampler:
         if len(self) == 0:
             raise DataError(
                 "data.train_files",
-                f"hold {len(dataset)} usable prompts, fewer than data.train_batch_size = "
-                f"{batch_size}; add data, lower it, or set data.drop_last=false",
+                f"hold {len(dataset)} usable prompts, fewer than {batch_key} = {batch_size}; add "
+                "data, lower it, or set data.drop_last=false",
             )
         if rest and drop_last:
             logger.warning(
@@ -69,6 +74,10 @@ class PromptSampler:
     def epoch(self) -> int:
         """The epoch, from 0, that the last batch was drawn from."""
         return self._epoch
+
+    def has_next(self) -> bool:
+        """Whether the epochs hold another batch."""
+        return self._epochs is None or self._epoch + 1 < self._epochs or not self._is_exhausted()
 
     def next_batch(self) -> list[Prompt]:
         """The next global batch; the last of an epoch may be short unless drop_last."""

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STEPS_OF_A_ROUND = 2**20
+"""iterations whose noise a round leaves room for: a sampler tells 2**32 apart"""
+
 
 class ScoresToCome(Protocol):
     """Scores of samples that are being made."""
@@ -110,16 +113,28 @@ class Collector:
         )
 
     def sample_training(
-        self, prompts: Sequence[Prompt], metrics: Metrics, step: int, begin: BeginScores
+        self,
+        prompts: Sequence[Prompt],
+        metrics: Metrics,
+        step: int,
+        begin: BeginScores,
+        *,
+        round: int = 0,
     ) -> Samples:
-        """rollout.n responses to each prompt for iteration `step`, and greedy ones where needed."""
+        """rollout.n responses to each prompt for iteration `step`, and greedy ones where needed.
+
+        round: of the iteration, from 0; each has noise of its own, also for the same prompt.
+        """
         rollout = self.config.rollout
         params = self._params(
-            step, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
+            step + round * STEPS_OF_A_ROUND,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
         )
         samples = self.sample(prompts, params, rollout.n, metrics, begin)
         if self.config.algorithm.needs.greedy:
-            greedy = self._params(step, temperature=0.0, top_p=1.0, top_k=-1)
+            greedy = self._params(params.step, temperature=0.0, top_p=1.0, top_k=-1)
             samples.greedy = self.sample(prompts, greedy, 1, metrics, begin)
         return samples
 

@@ -25,6 +25,7 @@ from ppo.rewards.contract import RewardError, RewardResult
 from ppo.rewards.pool import RewardPool
 from ppo.rewards.scorers import builtin
 from ppo.rollout.node_scores import NodeScores
+from ppo.rollout.overlong import penalise_overlong
 from ppo.rollout.reward_data import (
     check_columns,
     check_truths,
@@ -65,9 +66,11 @@ class Scorer:
     had_equal_scores: bool = False
     """in the last step; said when it begins"""
 
-    def score(self, samples: Samples, metrics: Metrics) -> None:
+    def score(self, samples: Samples, metrics: Metrics, *, training: bool = False) -> None:
         """Fill samples.scores, the weighted sum of function and reward model, and its components.
         Where neither scores, they stay 0.
+
+        training: with what the score of a training sample has besides, the penalty of its length.
 
         A sample whose reward failed or is not finite counts as failed. Raises RewardsFailed on all
         ranks when more than reward.max_failed_fraction of the samples failed; the samples then hold
@@ -82,8 +85,10 @@ class Scorer:
             with metrics.timed("reward_model"):
                 scores = self.reward_model.score(samples, self.run)
             failures |= self._add_model_scores(samples, scores, metrics)
+        if training and self.config.reward.manager == "dapo":
+            penalise_overlong(samples, self.config, metrics)
         if samples.greedy is not None and given_up is None:
-            self.score(samples.greedy, Metrics())
+            self.score(samples.greedy, Metrics(), training=training)
             failures |= self._compare_with_greedy(samples, samples.greedy, metrics)
         samples.scores[samples.failed] = 0.0
         self._report(samples, failures, given_up, metrics)
@@ -219,8 +224,8 @@ class Scorer:
             shown = samples.numbers[first], sample, (failure or "").splitlines()[-1]
         told = gather((kinds, shown), self.run.mesh.host_group)
         counts = sum((kinds for kinds, _ in told), Counter())
-        metrics.set("reward/failed", counts["error"])
-        metrics.set("reward/timeout", counts["timeout"])
+        metrics.count("reward/failed", counts["error"])
+        metrics.count("reward/timeout", counts["timeout"])
         end = given_up or self._too_many(counts.total(), samples.total)
         if end is None and not counts:
             return

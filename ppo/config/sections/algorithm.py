@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from ppo.config.bounds import Bound, Coefficient, Positive, PositiveInt, Weight
+from ppo.config.bounds import Bound, Coefficient, NonNegativeInt, Positive, PositiveInt, Weight
 from ppo.config.fields import Section
 
 AdvEstimator = Literal[
@@ -66,6 +66,25 @@ class KlControlConfig(Section):
     """smallest coefficient of adaptive and step"""
     max: Annotated[float, Bound(ge=0, le=1000)] = 10.0
     """largest coefficient of adaptive and step"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterGroupsConfig(Section):
+    """DAPO's dynamic sampling: prompts whose responses are all as good are left out, and others
+    are drawn until data.train_batch_size are there."""
+
+    enable: bool = False
+    """draw data.gen_batch_size prompts in a round, leave out those whose responses do not differ
+    in the metric, and go on until there are enough"""
+    metric: str | None = None
+    """what has to differ: null, score or seq_reward = the score; else an entry of the dict that the
+    reward returns, such as acc (of a function that returns a number, acc is that number)"""
+    max_num_gen_batches: NonNegativeInt = 0
+    """rounds of an iteration at most, after which it trains on what is there; 0 = until each prompt
+    of an epoch could have been drawn"""
+    surplus: Literal["drop", "keep"] = "drop"
+    """groups of the last round beyond data.train_batch_size: drop, or keep them for the next
+    iteration, whose policy is then one iteration newer than the one that sampled them"""
 
 
 RejectRule = Literal[
@@ -246,6 +265,8 @@ class AlgorithmConfig(Section):
     """estimator of that KL"""
     kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
     """its coefficient"""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    """dynamic sampling: which prompts are trained on"""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     """weights and rejections against the mismatch of engine and trainer"""
 

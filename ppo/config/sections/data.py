@@ -67,6 +67,9 @@ class DataConfig(Section):
     """longest response, tokens"""
     train_batch_size: Prompts = 1024
     """prompts of one iteration, over all ranks"""
+    gen_batch_size: Prompts = derived("data.train_batch_size")
+    """prompts of one round of algorithm.filter_groups, over all ranks; null =
+    data.train_batch_size"""
     val_batch_size: MayChange[PositiveInt | None] = None
     """prompts generated at once in validation; null = all of a set"""
     shuffle: bool = True

@@ -8,7 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from ppo.config.bounds import Bound, FilePath, FollowingBudget, UnitInterval, Weight
+from ppo.config.bounds import (
+    Bound,
+    FilePath,
+    FollowingBudget,
+    Length,
+    NonNegative,
+    UnitInterval,
+    Weight,
+)
 from ppo.config.fields import MayChange, Section, derived, inherits
 from ppo.config.sections.model import FsdpConfig
 
@@ -60,6 +68,17 @@ class RewardWeightsConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OverlongBufferConfig(Section):
+    """DAPO's penalty for responses that come near data.max_response_length."""
+
+    len: Length | None = None
+    """tokens before data.max_response_length over which the penalty grows from 0 to penalty_factor;
+    null = none"""
+    penalty_factor: NonNegative = 1.0
+    """what a response of data.max_response_length tokens costs"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig(Section):
     """Scoring of responses."""
 
@@ -67,6 +86,10 @@ class RewardConfig(Section):
     """scorer of your own, or several whose scores are summed"""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """a sequence classifier with one label, whose logit for the whole conversation is the score"""
+    manager: Literal["naive", "dapo"] = "naive"
+    """dapo: the score of a training sample has the penalty of overlong_buffer in it"""
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+    """that penalty"""
     weights: RewardWeightsConfig = field(default_factory=RewardWeightsConfig)
     """how scores are summed; 0 = the score is a metric only"""
     num_workers: MayChange[Annotated[int, Bound(ge=1, le=4096, usual=(1, 256))]] = 8

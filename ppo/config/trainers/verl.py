@@ -149,6 +149,10 @@ ADVICE = {
     "always logged; remove it",
     "algorithm.rollout_is_threshold": "use algorithm.rollout_correction.rollout_is_threshold",
     "algorithm.rollout_is": "use algorithm.rollout_correction.rollout_is",
+    "algorithm.filter_groups.max_inflight_gen_batches": "rounds are generated one after the other; "
+    "remove it",
+    "reward.overlong_buffer.enable": "use reward.manager=dapo",
+    "reward.overlong_buffer.log": "reward/overlong_penalty is always logged; remove it",
     "trainer.rollout_data_dir": "samples are written into the run folder; remove it",
     "trainer.validation_data_dir": "samples are written into the run folder; remove it",
     "trainer.del_local_ckpt_after_load": "use trainer.max_ckpt_to_keep",

@@ -193,15 +193,15 @@ def test_a_key_of_another_trainer_says_what_replaces_it(path, advice):
 
 
 def test_a_key_of_another_trainer_whose_feature_is_missing_says_so():
-    (found,) = problems("reward_model.reward_manager=dapo")
+    (found,) = problems("actor_rollout_ref.model.lora.rank=8")
     assert "not built yet" in found
-    load("reward_model.reward_manager=naive")  # asks for nothing
+    load("actor_rollout_ref.model.lora.rank=0")  # asks for nothing
 
 
 @pytest.mark.parametrize(
     "override",
     ["model.lora_rank=8", "guards.preset=strict", "guards.rules=[]", "reward.normalize=true",
-     "algorithm.filter_groups.enable=true", "trainer.alarms.memory=0.9",
+     "trainer.alarms.memory=0.9",
      "actor.kl_loss_type=full", "trainer.logger=[console, wandb]"],
 )  # fmt: skip
 def test_a_feature_that_is_not_built_is_refused_by_name(override):
@@ -358,6 +358,7 @@ def test_a_resume_may_change_sharding_and_lengths_but_not_the_algorithm():
                "actor.fsdp.mixed_precision.param_dtype=float32")  # fmt: skip
     assert changed_keys(old, new) == [
         "data.train_batch_size: 1024 -> 512",
+        "data.gen_batch_size: 1024 -> 512",
         "actor.optim.lr: 1e-06 -> 1e-05",
         "actor.fsdp.mixed_precision.param_dtype: 'bfloat16' -> 'float32'",
         "ref.fsdp.mixed_precision.param_dtype: 'bfloat16' -> 'float32'",
