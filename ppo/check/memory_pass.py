@@ -43,6 +43,8 @@ class ShardedModel:
     """ranks that share the parameters"""
     master: int
     """bytes of a stored weight"""
+    moment: int = 0
+    """bytes of each of Adam's two moments of a weight; 0 = not trained"""
 
     @property
     def root_params(self) -> int:

@@ -20,7 +20,7 @@ from ppo.check.memory_pass import (
     total,
     training_pass,
 )
-from ppo.config import ENGINE_TRAITS, ActorConfig, Config, CriticConfig, EngineTraits
+from ppo.config import ENGINE_TRAITS, ActorConfig, Config, CriticConfig, EngineTraits, ModelRole
 from ppo.model_shapes import CONTEXT_MARGIN, ModelShape, sglang_memory
 from sharding.dims import ParallelDims
 
@@ -90,7 +90,12 @@ class Plan:
             fsdp=role.fsdp,
             shard_size=self.dims.shard_size,
             master=ITEM_BYTES[self.config.model.dtype],
+            moment=ITEM_BYTES[self._moment_dtype(role)] if role.is_trained else 0,
         )
+
+    def _moment_dtype(self, role: ModelRole) -> str:
+        optim = self.config.actor.optim if role.name == "actor" else self.config.critic.optim
+        return optim.state_dtype or self.config.model.dtype
 
 
 def phases(plan: Plan) -> list[Phase]:
@@ -131,7 +136,7 @@ def host_bytes(plan: Plan) -> list[Item]:
         if fsdp.param_offload or fsdp.offload_policy:
             items.append(Item(f"{model.name} parameters", ranks * params * model.master))
         if fsdp.optimizer_offload or fsdp.offload_policy:
-            items.append(Item(f"{model.name} Adam moments", ranks * params * 2 * model.master))
+            items.append(Item(f"{model.name} Adam moments", ranks * params * 2 * model.moment))
         if fsdp.offload_policy:
             items.append(Item(f"{model.name} gradients", ranks * params * model.master))
     for model in plan.models(trained=False) if plan.cuda else []:
@@ -146,14 +151,15 @@ def _saved_copy(plan: Plan, model: ShardedModel) -> Item:
     One of the replicas of a shard writes it.
     """
     config, fsdp = plan.config, model.fsdp
-    number = 0 if plan.cuda and fsdp.param_offload and not fsdp.offload_policy else 1
+    rested = plan.cuda and fsdp.param_offload and not fsdp.offload_policy
+    bytes_of_each = 0 if rested else model.master
     rests = plan.cuda and fsdp.optimizer_offload and not fsdp.offload_policy
     if model.name in config.saving("optimizer") and not rests:
-        number += 2
+        bytes_of_each += 2 * model.moment
     if not config.trainer.async_save or config.trainer.save_freq < 0:
-        number = 0
+        bytes_of_each = 0
     ranks = plan.dims.ranks_per_node / plan.dims.dp_replicate
-    size = ranks * model.shard_params * number * model.master
+    size = ranks * model.shard_params * bytes_of_each
     return Item(f"{model.name} copy, to save it asynchronously", size)
 
 
@@ -200,7 +206,7 @@ def _resident(plan: Plan, *, with_params: str = "", with_optimizer: str = "") ->
         if not (plan.cuda and fsdp.param_offload) or model.name == with_params:
             yield Item(f"{model.name} parameters", model.shard_params * model.master)
         if not (plan.cuda and fsdp.optimizer_offload) or model.name == with_optimizer:
-            yield Item(f"{model.name} Adam moments", model.shard_params * 2 * model.master)
+            yield Item(f"{model.name} Adam moments", model.shard_params * 2 * model.moment)
     for model in plan.models(trained=False):
         if not plan.cuda or with_params == model.name:
             yield Item(f"{model.name} parameters", model.shard_params * model.compute)

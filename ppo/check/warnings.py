@@ -42,8 +42,9 @@ def _training(config: Config) -> Iterator[str]:
         )
     if config.model.dtype != "float32":
         yield (
-            f"model.dtype = {config.model.dtype}: master weights and Adam moments have no more "
-            "digits than that, and small updates are rounded away"
+            f"model.dtype = {config.model.dtype}: master weights, and Adam moments without "
+            "optim.state_dtype=float32, have no more digits than that, and small updates are "
+            "rounded away"
         )
     if not config.algorithm.needs.critic:
         if config.critic.enable:

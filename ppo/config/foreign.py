@@ -50,8 +50,6 @@ NOT_BUILT = {
     "actor.expert_parallel_size": NotBuilt("1"),
     "actor.router_aux_loss_coef": NotBuilt("0"),
     "actor.router_replay": NotBuilt("off"),
-    "actor.optim.state_dtype": NotBuilt("float32"),
-    "critic.optim.state_dtype": NotBuilt("float32"),
     "critic.tensor_parallel_size": NotBuilt("1", "use actor.ulysses_sequence_parallel_size"),
     "critic.normalize_returns": NotBuilt("false"),
     "reward.normalize": NotBuilt("false"),

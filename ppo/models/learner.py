@@ -15,6 +15,7 @@ from torch import nn
 
 from ppo.config import OptimConfig
 from ppo.models.schedule import lr_factor
+from sharding.adamw import NarrowAdamW
 from sharding.fsdp import gradient_norm
 from sharding.offload import offload_module, offload_optimizer, reload_module, reload_optimizer
 
@@ -128,11 +129,15 @@ def make_optimizer(
     module: nn.Module, optim: OptimConfig, device: torch.device
 ) -> torch.optim.AdamW:
     """AdamW over the sharded parameters: one fused kernel on CUDA."""
-    return torch.optim.AdamW(
-        module.parameters(),
-        lr=optim.lr,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        fused=device.type == "cuda",
-    )
+    parameters = list(module.parameters())
+    options: dict[str, Any] = {
+        "lr": optim.lr,
+        "betas": (optim.betas[0], optim.betas[1]),
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+        "fused": device.type == "cuda",
+    }
+    state_dtype = None if optim.state_dtype is None else getattr(torch, optim.state_dtype)
+    if state_dtype is None or {p.dtype for p in parameters} == {state_dtype}:
+        return torch.optim.AdamW(parameters, **options)
+    return NarrowAdamW(parameters, state_dtype=state_dtype, **options)

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from sharding.adamw import NarrowAdamW
 from sharding.checkpoint.files import CheckpointError
 from sharding.host_memory import HostBlocks
 from sharding.mesh import Mesh
@@ -126,7 +127,8 @@ def _new_state(
 ) -> Tensor:
     device = home_device(module, parameter)
     if saved.size == parameter.shape and state != "step":
-        return torch.zeros_like(parameter, device=device, requires_grad=False)
+        dtype = optimizer.state_dtype if isinstance(optimizer, NarrowAdamW) else parameter.dtype
+        return torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     on_device = group.get("fused") or group.get("capturable")
     dtype = saved.properties.dtype

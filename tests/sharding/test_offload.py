@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sharding import host_memory
+from sharding.adamw import NarrowAdamW
 from sharding.fsdp import shard_model
-from sharding.mesh import ParallelDims, build_mesh, init_distributed
+from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from sharding.offload import (
     _PLACES,
     _module_tensors,
@@ -50,11 +51,16 @@ def _locals(model: nn.Module) -> list[Tensor]:
 def _train_with_rests(rank: int, world_size: int) -> None:
     """The mechanism itself on host tensors: vocabulary shards are uneven, so FSDP2 pads them."""
     mesh = build_mesh(ParallelDims(world_size=world_size, ranks_per_node=world_size), CPU)
+    for state_dtype in (torch.float32, torch.bfloat16):
+        _train_with_rests_of(mesh, state_dtype)
+
+
+def _train_with_rests_of(mesh: Mesh, state_dtype: torch.dtype) -> None:
     results = []
     for rests in (False, True):
         model = tiny_llama()
         shard_model(model, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = NarrowAdamW(model.parameters(), state_dtype=state_dtype, lr=1e-2)
         places = (_Place(), _Place())
         for step in range(4):
             _train(model, optimizer, step)

@@ -32,7 +32,7 @@ class ModelConfig(Section):
     override_config: dict[str, Any] = field(default_factory=dict)
     """keys of the model's config.json to replace"""
     dtype: Dtype = "float32"
-    """master weights; gradients and Adam moments follow"""
+    """master weights; gradients follow, and Adam's moments unless optim.state_dtype says more"""
     attn_implementation: str = "auto"
     """HF attention function; auto = packed varlen attention where it exists"""
     enable_gradient_checkpointing: MayChange[bool] = True
@@ -71,6 +71,9 @@ class OptimConfig(Section):
     """Adam's two decay rates"""
     eps: Annotated[float, Bound(ge=1e-20, le=1, usual=(1e-12, 1e-4))] = 1e-8
     """Adam's epsilon"""
+    state_dtype: Literal["float32", "bfloat16"] | None = None
+    """Adam's moments; they are averaged in float32 and rounded such that nothing is lost for good;
+    null = model.dtype"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -241,6 +241,11 @@ def test_static_memory_is_sixteen_bytes_a_parameter_over_the_shards():
     assert item(seven, "train actor", "critic Adam") == pytest.approx(
         8 * (7_615_616_512 - 152_064 * 3584 + 3584) / 8
     )
+    half = plan("actor.optim.state_dtype=bfloat16", model="Qwen/Qwen2.5-7B-Instruct")
+    for name in ("actor Adam moments", "critic Adam moments"):  # the critic follows
+        whole = item(seven, "train actor", name)
+        assert item(half, "train actor", name) == pytest.approx(whole / 2)
+    assert item(half, "train actor", "gradients") == item(seven, "train actor", "gradients")
     offloaded = plan(
         "actor.fsdp.optimizer_offload=true", "actor.fsdp.param_offload=true",
         model="Qwen/Qwen2.5-7B-Instruct",

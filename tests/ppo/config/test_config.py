@@ -311,7 +311,7 @@ def test_ref_and_critic_follow_the_actor_unless_they_say_otherwise():
 
 def test_no_derived_key_is_none_after_loading():
     values = flatten(load())
-    nullable = {"critic.ppo_micro_batch_size_per_gpu"}
+    nullable = {"critic.ppo_micro_batch_size_per_gpu", "critic.optim.state_dtype"}
     inherited_nulls = {
         f"{name}.fsdp.sharding_strategy" for name in ("ref", "critic", "reward.model")
     }

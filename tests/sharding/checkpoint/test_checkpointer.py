@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
+from sharding.adamw import NarrowAdamW
 from sharding.checkpoint import Checkpointer, CheckpointError, DamagedCheckpoint
 from sharding.checkpoint import writer as checkpoint_writer
 from sharding.checkpoint.files import read_manifest
@@ -43,13 +44,14 @@ Learner = tuple[nn.Module, torch.optim.AdamW]
 
 
 def _learner(mesh: Mesh, *, seed: int = 0) -> Learner:
-    """An actor with two parameter groups; its lr differs from the one that is saved."""
+    """An actor with two parameter groups, and moments in bfloat16, which the runs of
+    tests/test_resume.py have not; its lr differs from the one that is saved."""
     model = tiny_llama(seed=seed)
     shard_model(model, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)
     decayed = [p for n, p in model.named_parameters() if "norm" not in n]
     plain = [p for n, p in model.named_parameters() if "norm" in n]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=0.5)
+    return model, NarrowAdamW(groups, state_dtype=torch.bfloat16, lr=0.5)
 
 
 def _train(learner: Learner, first_step: int, num_steps: int) -> None:
