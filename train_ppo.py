@@ -51,7 +51,14 @@ from ppo.rollout.validation import validate
 from ppo.run.run import Run, StopRequested
 from ppo.run.signals import EXIT_INTERRUPTED
 from ppo.run.start import Launch, open_run
-from ppo.state import find_start, load_models, new_state, open_checkpoints, save_checkpoint
+from ppo.state import (
+    find_start,
+    load_models,
+    new_state,
+    obey_guards,
+    open_checkpoints,
+    save_checkpoint,
+)
 from ppo.step_metrics import EngineAlarm, perf_metrics, summarise_batch
 from ppo.tracking.tracker import Tracker
 from ppo.update import (
@@ -73,7 +80,7 @@ def train(config: Config, run: Run) -> None:
         sampler = prompts.sampler(config)
         total_steps = total_steps_of(config, sampler)
         checkpoints = owned.enter_context(open_checkpoints(config, run, prompts))
-        state = new_state(config, sampler)
+        state = new_state(config, sampler, run.mesh)
         # what a resume may not change is refused here, before models are built
         start = find_start(config, run, checkpoints, state)
         trains, total_steps = not config.trainer.val_only, state.last_step(total_steps, {}, run)
@@ -91,7 +98,8 @@ def train(config: Config, run: Run) -> None:
         # last of what takes device memory: an engine sizes its cache by what is free then, and
         # what a start needs besides must not come out of it
         collector = owned.enter_context(open_collector(config, run, prompts, actor))
-        batchers = make_batchers(config, run.mesh, models)
+        guard = state.guard
+        batchers = make_batchers(config, run.mesh, models, halvings=guard.state.halvings)
         # nothing can be refused any more: from here on this start writes the record of the run
         run.begin(step=state.step, anew=start is None or not checkpoints.owns(start))
         if start is not None and trains:
@@ -138,6 +146,8 @@ def train(config: Config, run: Run) -> None:
             if state.step > 0 and config.trainer.save_freq >= 0 and not state.validation_due:
                 save(metrics, values)
 
+        if guard.can_roll_back and (start is None or not checkpoints.owns(start)):
+            save(metrics, {})
         groups = GroupPool(config, run.mesh, sampler, state.surplus())
         while state.step < total_steps:
             step = state.step + 1
@@ -159,16 +169,17 @@ def train(config: Config, run: Run) -> None:
                 add_logprobs_and_values(batch, models, batchers, config, run, metrics, step)
                 # 4 advantages
                 with metrics.timed("adv"):
-                    ranks = run.mesh.dp_group
-                    add_advantages(batch, config, state.kl_controller, metrics, ranks)
+                    ranks, factor = run.mesh.dp_group, guard.state.kl_factor
+                    add_advantages(batch, config, state.kl_controller, metrics, ranks, factor)
+                skips = guard.before_update(step, metrics.known)
                 # 5 critic
-                if critic is not None:
+                if critic is not None and not skips:
                     with metrics.timed("update_critic"):
-                        update_critic(critic, batch, config, batchers.critic, metrics, step)
+                        update_critic(critic, batch, config, batchers.critic, metrics, step, guard)
                 # 6 actor
-                if step > config.trainer.critic_warmup:
+                if guard.trains_actor(step) and not skips:
                     with metrics.timed("update_actor"):
-                        update_actor(actor, batch, config, batchers.actor, metrics, step)
+                        update_actor(actor, batch, config, batchers.actor, metrics, step, guard)
             # 7 finish: from here on the iteration counts
             state.commit(groups.surplus())
             if not sampler.has_next():  # with filter_groups a step draws several batches
@@ -182,9 +193,11 @@ def train(config: Config, run: Run) -> None:
             values = metrics.reduce(run.mesh.host_group)
             values |= perf_metrics(values, batch, models.actor, models.critic, config, run.mesh)
             alarm.check(step, values)
+            values |= guard.after_step(step, values)
             tracker.log(step, values)
             log_samples(tracker, scorer, samples, batch, prompts.tokenizer, step)
             metrics = Metrics(run.mesh.device)  # the save's time goes into the next row
+            obey_guards(config, run, checkpoints, models, state, tracker.mark_undone)
             total_steps = state.last_step(total_steps, values, run)
             if due(step, config.trainer.save_freq, total_steps):
                 save(metrics, values)
@@ -252,10 +265,12 @@ def add_advantages(
     controller: KLController,
     metrics: Metrics,
     ranks: ProcessGroup | None = None,
+    kl_factor: float = 1.0,
 ) -> None:
     """KL penalty in the reward, then advantages, of the rows here.
 
     ranks: that hold all rows once, whose statistics they are; None: this one does. Collective.
+    kl_factor: on the controller's coefficient.
     """
     algorithm, overview, mask = config.algorithm, batch.all, batch.response_mask
     kl = None
@@ -265,11 +280,12 @@ def add_advantages(
         if algorithm.charges_kl:
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.kl_penalty)
     scores = overview.scores[batch.rows]
-    batch.rewards = token_rewards(scores, kl, mask, kl_coef=controller.value)
+    kl_coef = controller.value * kl_factor
+    batch.rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef)
     if kl is not None:
         mean = masked_mean(kl, mask, ranks).item()
         metrics.set("actor/reward_kl_penalty", mean)
-        metrics.set("actor/kl_coef", controller.value)
+        metrics.set("actor/kl_coef", kl_coef)
         controller.update(mean, len(overview))
     batch.advantages, batch.returns = estimate(batch, algorithm, ranks)
     if algorithm.needs.siblings:

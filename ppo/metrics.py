@@ -6,7 +6,7 @@ and timing. Must not know what is measured, or where the numbers are written (pp
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,11 +35,28 @@ class Metrics:
         self._seconds: dict[str, float] = {}
         self._same: dict[str, float] = {}
         self._peaks: list[int] = []  # bytes, of the blocks of `timed` that are open
+        self._lap: dict[str, tuple[Number, Number]] = {}
 
     def add(self, name: str, total: Number, count: Number) -> None:
         """Add a sum over `count` items; the metric is all ranks' totals over their counts."""
-        old_total, old_count = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (old_total + _detached(total), old_count + _detached(count))
+        total, count = _detached(total), _detached(count)
+        for sums in (self._sums, self._lap) if name in self._lap else (self._sums,):
+            old_total, old_count = sums.get(name, (0.0, 0.0))
+            sums[name] = (old_total + total, old_count + count)
+
+    def watch(self, names: Iterable[str]) -> None:
+        """Sum up these besides, from now on and until `lap`."""
+        self._lap = dict.fromkeys(names, (0.0, 0.0))
+
+    def lap(self) -> dict[str, tuple[Number, Number]]:
+        """Total and count that this rank has added to each watched name since `watch`."""
+        sums, self._lap = self._lap, {}
+        return sums
+
+    @property
+    def known(self) -> dict[str, float]:
+        """What is the same on every rank already."""
+        return dict(self._same)
 
     def maximum(self, name: str, value: Number) -> None:
         """Keep the largest value of all calls and ranks."""
@@ -99,6 +116,16 @@ class Metrics:
         values |= {name: totals[name] / count for name, count in counts.items() if count != 0}
         values |= _merged(parts, "max", torch.amax) | _merged(parts, "min", torch.amin)
         return dict(sorted(values.items()))
+
+    def peak_share(self) -> float:
+        """Share of the device's memory that tensors held at most since the last call, or since the
+        innermost block of `timed` began; 0 off CUDA."""
+        if self._cuda is None or not self._peaks:
+            return 0.0
+        peak = torch.cuda.max_memory_allocated(self._cuda)
+        self._peaks[-1] = max(self._peaks[-1], peak)
+        torch.cuda.reset_peak_memory_stats(self._cuda)
+        return peak / torch.cuda.get_device_properties(self._cuda).total_memory
 
     def _open_peak(self) -> None:
         """Start a block; what was the peak so far is the surrounding block's."""

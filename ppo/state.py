@@ -19,11 +19,13 @@ from ppo.config import (
 from ppo.data.prompts import PromptSets
 from ppo.data.sampler import PromptSampler
 from ppo.errors import InputError
+from ppo.guards.guard import Guard
 from ppo.kl import KLController, make_kl_controller
 from ppo.models.folder import files_to_keep, model_folder
-from ppo.models.roles import Models
+from ppo.models.roles import Models, reset_critic
 from ppo.run.run import Run
 from sharding.checkpoint import Checkpointer, CheckpointError, DamagedCheckpoint
+from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +93,7 @@ class TrainState:
 
     sampler: PromptSampler
     kl_controller: KLController
+    guard: Guard
     early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopConfig()))
     step: int = 0
     """iterations done"""
@@ -128,6 +131,7 @@ class TrainState:
             "surplus": self.surplus(),
             "sampler": self.position,
             "kl_controller": self.kl_controller.state_dict(),
+            "guard": self.guard.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,14 +145,16 @@ class TrainState:
         if self.position is not None:
             self.sampler.load_state_dict(self.position)
         self.kl_controller.load_state_dict(state["kl_controller"])
+        self.guard.load_state_dict(state.get("guard", {}))
 
 
-def new_state(config: Config, sampler: PromptSampler) -> TrainState:
+def new_state(config: Config, sampler: PromptSampler, mesh: Mesh) -> TrainState:
     """The state before the first iteration."""
-    trainer = config.trainer
+    trainer, rules = config.trainer, config.guards.all_rules()
     return TrainState(
         sampler,
         make_kl_controller(config.algorithm.kl_ctrl),
+        Guard(rules, critic_warmup=trainer.critic_warmup, groups=mesh.device_groups),
         EarlyStop(trainer.early_stop),
         validation_due=trainer.val_before_train,
     )
@@ -248,6 +254,56 @@ def load_models(
     raise InputError(f"resume: {start} is damaged, and there is no other checkpoint")
 
 
+def obey_guards(
+    config: Config,
+    run: Run,
+    checkpoints: Checkpointer,
+    models: Models,
+    state: TrainState,
+    mark: Callable[[int], None],
+) -> None:
+    """What rules want at the end of an iteration: the end of the run, a rollback, a new critic.
+
+    mark: told the step after which rows of metrics are of what is undone. Raises GuardAbort on all
+    ranks. Collective.
+    """
+    guard, critic = state.guard, models.critic
+    guard.raise_abort()
+    if guard.rolls_back:
+        target = _roll_back(config, checkpoints, models, state)
+        guard.rolled_back(state.step, target)
+        mark(target["step"])
+    if guard.resets_critic and critic is not None:
+        reset_critic(config, run.mesh, run.dir, critic)
+        guard.critic_is_new(state.step)
+        logger.warning("after step %d: a new critic", state.step, extra={"every_rank": True})
+
+
+def _roll_back(
+    config: Config, checkpoints: Checkpointer, models: Models, state: TrainState
+) -> dict[str, Any]:
+    """Weights, optimizers, RNG and KL controller as the newest checkpoint of this run has them.
+
+    The count of iterations, the sampler and the guards go on from where they are. Returns the state
+    of the checkpoint. Collective.
+    """
+    optimizers = models.optimizers(config.saving("optimizer"))
+    for name in models.trained().keys() - optimizers.keys():
+        models.trained()[name].forget()
+    while True:
+        found = checkpoints.latest(check=state_problem)
+        assert found is not None, "one was written at the start"
+        try:
+            checkpoints.load(found, models.modules(), optimizers)
+        except DamagedCheckpoint:  # `latest` knows it now
+            continue
+        saved = checkpoints.read_state(found)
+        state.kl_controller.load_state_dict(saved["kl_controller"])
+        told = state.step, saved["step"]
+        logger.warning("after step %d: back to step %d", *told, extra={"every_rank": True})
+        return saved
+
+
 def _refuse_changes(config: Config, saved: str, checkpoint: Path) -> None:
     try:
         changed = changed_keys(from_yaml(saved), config)
@@ -271,6 +327,8 @@ def state_problem(step: int, saved: Mapping[str, Any]) -> str | None:
     early = saved.get("early_stop", {"best": None, "worse": 0, "metric": None})
     if not isinstance(early, dict) or not _is_count(early.get("worse")):
         return f"its early stop is {early!r}"
+    if not isinstance(saved.get("guard", {}), dict):
+        return f"what it has of guards is {saved['guard']!r}"
     if sampler is None:
         return None
     counts = ("epoch", "position", "num_prompts")

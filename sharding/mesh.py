@@ -69,6 +69,12 @@ class Mesh:
     rollout: DeviceMesh
     """("rollout_tp",) over rollout_group"""
 
+    @property
+    def device_groups(self) -> tuple[ProcessGroup, ...]:
+        """Reducing over these one after the other is reducing over all ranks, on the device."""
+        replicas = (self.replicate_group,) if self.dims.dp_replicate > 1 else ()
+        return (self.shard_group, *replicas)
+
     def device_group(self, ranks: Sequence[int]) -> ProcessGroup:
         """Another device group, in the order given. Collective over all ranks, members or not."""
         return new_group(ranks, backend=backend_of(self.device), timeout=self.timeout)

@@ -6,7 +6,7 @@ from the same lengths. Must not know tensors.
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,17 @@ class Budget:
     def cost(self, length: int) -> int:
         """FLOPs of a sequence up to a factor: 24 H^2 per token and layer, plus 2 H s attention."""
         return length * (12 * self.hidden_size + length)
+
+    def halved(self, longest: int) -> "Budget | None":
+        """Half of the tokens or sequences of a micro-batch; None where each sequence has its own.
+
+        longest: tokens of the longest sequence that there may be.
+        """
+        if self.tokens is not None:
+            tokens = max(self.tokens // 2, longest)
+            return replace(self, tokens=tokens) if tokens < self.tokens else None
+        count = self.count // 2 if self.count else 1
+        return replace(self, count=count) if count else None
 
     def fits(self, count: int, total: int, longest: int) -> bool:
         """True when so many sequences, of so many tokens, may share a micro-batch."""

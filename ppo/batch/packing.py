@@ -3,7 +3,8 @@
 Owns the layout of a pass. Knows no optimizer, and of the other ranks only how many passes they run.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -22,6 +23,8 @@ from sharding.mesh import Mesh
 from sharding.offload import to_device
 from sharding.partition import Budget, count_micro_batches, micro_batches
 from sharding.progress import PROGRESS
+
+logger = logging.getLogger(__name__)
 
 PAD_ID = 0
 """an id that every model has: no real token attends to padding, so that it may be any; a
@@ -131,9 +134,9 @@ def _padded_inputs(ids: Tensor, lengths: list[int]) -> dict[str, Tensor]:
     return {"input_ids": rows, "position_ids": position_ids, "attention_mask": mask.long()}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Batcher:
-    """Cuts sequences into this rank's micro-batches under one budget.
+    """Cuts sequences into this rank's micro-batches under one budget, which may be halved.
 
     packed: one row without padding (`model.use_remove_padding`), else right-padded rows.
     """
@@ -141,6 +144,22 @@ class Batcher:
     mesh: Mesh
     budget: Budget
     packed: bool
+
+    def halve(self, longest: int) -> bool:
+        """Cut micro-batches of half as many tokens (or sequences) from now on; said.
+
+        False where each sequence has a micro-batch of its own already.
+
+        longest: tokens of the longest sequence that there may be.
+        """
+        half = self.budget.halved(longest)
+        if half is None:
+            logger.warning("micro-batches cannot be smaller", extra={"every_rank": True})
+            return False
+        self.budget = half
+        what = f"{half.tokens} tokens" if half.tokens is not None else f"{half.count} sequences"
+        logger.info("micro-batches have at most %s from now on", what)
+        return True
 
     def plan(self, batch: RolloutBatch, parts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         """This rank's rows of each part, as micro-batches; every rank has equally many of a part.
@@ -197,17 +216,26 @@ class Batchers(NamedTuple):
     ref: Batcher
 
 
-def make_batchers(config: Config, mesh: Mesh, models: Models) -> Batchers:
-    """Budgets of the updates and of the forward-only pass of the reference."""
+def make_batchers(
+    config: Config, mesh: Mesh, models: Models, *, halvings: Mapping[str, int] | None = None
+) -> Batchers:
+    """Budgets of the updates and of the forward-only pass of the reference.
+
+    halvings: how often the one of a model (actor, critic) has been halved already.
+    """
     actor, critic = config.actor, config.critic
     batcher = partial(make_batcher, config, mesh)
-    return Batchers(
+    batchers = Batchers(
         actor=batcher(models.actor, tokens=actor.ppo_max_token_len_per_gpu),
         critic=batcher(
             models.critic or models.actor, tokens=critic.ppo_max_token_len_per_gpu, section=critic
         ),
         ref=batcher(models.ref or models.actor, tokens=config.ref.log_prob_max_token_len_per_gpu),
     )
+    for name, number in (halvings or {}).items():
+        for _ in range(number):
+            getattr(batchers, name).halve(config.data.max_length)
+    return batchers
 
 
 def make_batcher(

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from ppo.check.filtering import filtering_problems
-from ppo.config import Config, FsdpConfig, Problem
+from ppo.config import Config, FsdpConfig, Problem, parse_rule
 from ppo.rewards.contract import RewardError
 from ppo.rewards.function import functions_of
 from sharding.dims import ParallelDims
@@ -41,6 +41,7 @@ def check_config(config: Config, *, world_size: int, ranks_per_node: int) -> lis
         *_rows_and_samples(config),
         *_rewards(config),
         *_validation(config),
+        *_guards(config),
     ]
 
 
@@ -267,3 +268,11 @@ def _validation(config: Config) -> Iterator[Problem]:
                 f"must be at most rollout.max_model_len - data.max_prompt_length ({room})",
                 f"lower it, or set rollout.max_model_len={config.data.max_prompt_length + longest}",
             )
+
+
+def _guards(config: Config) -> Iterator[Problem]:
+    for number, rule in enumerate(config.guards.rules):
+        try:
+            parse_rule(rule, max_fires=config.guards.max_fires)
+        except ValueError as error:
+            yield Problem(f"guards.rules[{number}]", rule, str(error))

@@ -28,6 +28,7 @@ from ppo.config.sections.algorithm import (
     RolloutCorrectionConfig,
 )
 from ppo.config.sections.data import CustomClassConfig, DataConfig, ValSetConfig
+from ppo.config.sections.guards import FIRES_WINDOW, MEMORY, GuardsConfig, Rule, parse_rule
 from ppo.config.sections.model import (
     FsdpConfig,
     MixedPrecisionConfig,
@@ -43,6 +44,8 @@ __all__ = [
     "CORRECTION_PRESETS",
     "ENGINE_TRAITS",
     "ESTIMATOR_NEEDS",
+    "FIRES_WINDOW",
+    "MEMORY",
     "ActorConfig",
     "AdvEstimator",
     "AlgorithmConfig",
@@ -57,6 +60,7 @@ __all__ = [
     "EngineTraits",
     "FilterGroupsConfig",
     "FsdpConfig",
+    "GuardsConfig",
     "KlControlConfig",
     "LossAggMode",
     "MixedPrecisionConfig",
@@ -71,6 +75,7 @@ __all__ = [
     "RewardFunctionConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
+    "Rule",
     "TrainerConfig",
     "ValSetConfig",
     "changed_keys",
@@ -78,6 +83,7 @@ __all__ = [
     "from_yaml",
     "load_config",
     "parse_args",
+    "parse_rule",
     "to_yaml",
     "unusual_values",
     "values_of",

@@ -20,7 +20,7 @@ ANYWHERE = {
     **verl.ANYWHERE,
     "vf_clip_param": "use critic.cliprange_value",
     "policy_kl_penalty": "use algorithm.kl_penalty and algorithm.kl_ctrl.kl_coef",
-    "early_stop_kl": "stopping an epoch by KL belongs to guards, not built yet; remove it",
+    "early_stop_kl": "use guards.target_ppo_kl, or a rule with stop_epoch in guards.rules",
     "inference_engine": "use rollout.engine",
     "data_parallel_size": "it follows from the world size and "
     "actor.ulysses_sequence_parallel_size; remove it",
@@ -57,8 +57,6 @@ NOT_BUILT = {
     "rollout.episode": NotBuilt(None),
     "rollout.tail": NotBuilt(None),
     "rollout.partial": NotBuilt(None),
-    "guards.preset": NotBuilt("none"),
-    "guards": NotBuilt(None),
     "trainer.profile_steps": NotBuilt("[]"),
     "trainer.alarms": NotBuilt(None),
 }

@@ -14,6 +14,7 @@ from ppo.config.fields import MayChange, Section, hints
 from ppo.config.sections.actor import ActorConfig, CriticConfig, RefConfig
 from ppo.config.sections.algorithm import AlgorithmConfig
 from ppo.config.sections.data import DataConfig, ValSetConfig
+from ppo.config.sections.guards import GuardsConfig
 from ppo.config.sections.model import FsdpConfig, ModelConfig, ParallelConfig
 from ppo.config.sections.reward import RewardConfig
 from ppo.config.sections.rollout import EngineKind, RolloutConfig
@@ -61,6 +62,7 @@ class Config(Section):
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    guards: MayChange[GuardsConfig] = field(default_factory=GuardsConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     @property

@@ -3,23 +3,19 @@
 Knows neither losses nor batches. Gradients come from whoever ran backward.
 """
 
-import logging
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ppo.config import OptimConfig
 from ppo.models.schedule import lr_factor
 from sharding.adamw import NarrowAdamW
 from sharding.fsdp import gradient_norm
 from sharding.offload import offload_module, offload_optimizer, reload_module, reload_optimizer
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -85,44 +81,48 @@ class Learner(Model):
             offload_optimizer(self.optimizer)
         super().rest()
 
-    def set_lr(self, step: int) -> float:
-        """Set and return the learning rate of PPO iteration `step` (1-based)."""
+    def forget(self) -> None:
+        """New moments, as at the start of a run."""
+        with self.updating():  # where they rest goes with them
+            self.optimizer.state.clear()
+
+    def set_lr(self, step: int, adjusted: Callable[[float], float] = lambda lr: lr) -> float:
+        """Set and return the learning rate of PPO iteration `step` (1-based) of the schedule.
+
+        adjusted: given the scheduled rate, the one to set in its place.
+        """
         warmup = self.optim.lr_warmup_steps or int(
             self.optim.lr_warmup_steps_ratio * self.total_steps
         )
-        lr = self.optim.lr * lr_factor(
+        factor = lr_factor(
             step - 1,
             warmup_steps=warmup,
             total_steps=self.total_steps,
             kind=self.optim.lr_scheduler_type,
             min_lr_ratio=self.optim.min_lr_ratio,
         )
+        lr = adjusted(self.optim.lr * factor)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return lr
 
-    def step(self) -> float:
-        """Clip gradients to `grad_clip` (global 2-norm), update, and return the norm before.
-
-        A norm that is not finite, the same on every rank, skips the update.
-        """
+    def clip_gradients(self) -> Tensor:
+        """Clip gradients to `grad_clip` (global 2-norm); the norm before, [] on the device."""
         norm = gradient_norm(self.module, self.device)
         nn.utils.clip_grads_with_norm_(self.module.parameters(), self.grad_clip, norm)
-        norm = norm.item()
-        if math.isfinite(norm):
-            if not self.optimizer.state and self.device.type == "cuda":
-                # the moments, which stay, must not lie among the pieces of what backward has freed
-                torch.cuda.empty_cache()
-            self.optimizer.step()
-        else:
-            logger.warning(
-                "%s: gradient norm %s, update skipped",
-                self.name,
-                norm,
-                extra={"every_rank": True},
-            )
-        self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def step(self) -> None:
+        """Update the weights, and be done with the gradients."""
+        if not self.optimizer.state and self.device.type == "cuda":
+            # the moments, which stay, must not lie among the pieces of what backward has freed
+            torch.cuda.empty_cache()
+        self.optimizer.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Leave an update out: weights, moments and their count of steps stay as they are."""
+        self.optimizer.zero_grad(set_to_none=True)
 
 
 def make_optimizer(

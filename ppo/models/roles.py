@@ -19,6 +19,7 @@ from ppo.models.build import (
 )
 from ppo.models.folder import model_folder
 from ppo.models.learner import Learner, Model, make_optimizer
+from sharding.fsdp import reshard
 from sharding.layout import row_parallel_weight
 from sharding.mesh import Mesh
 
@@ -75,6 +76,21 @@ def build_models(
         ref = Model(module=module, device=mesh.device, param_offload=True)
         ref.rest()
     return Models(actor, critic, ref)
+
+
+def reset_critic(config: Config, mesh: Mesh, run_dir: Path, critic: Learner) -> None:
+    """The critic as it began: the weights of critic.model.path, new moments. Collective.
+
+    The moments go first, so that no more memory is needed than they take.
+    """
+    critic.forget()
+    role = config.models["critic"]
+    folder = model_folder(role.path, mesh, run_dir)
+    fresh = build_value_model(folder, mesh, **build_options(config, role))
+    with critic.updating() as module, torch.no_grad():
+        reshard(module)
+        for parameter, new in zip(module.parameters(), fresh.parameters(), strict=True):
+            parameter.copy_(new)
 
 
 def _build_ref(config: Config, mesh: Mesh, run_dir: Path, num_ids: int) -> nn.Module:

@@ -58,6 +58,13 @@ class StepFile:
                 raise
         self.waiting.clear()
 
+    def amend(self, after: int, entry: tuple[str, Any]) -> None:
+        """Add the entry to the rows of all steps after that one. Raises OSError."""
+        if self.waiting:
+            self.write_waiting()
+        lines = lines_of(self.read())
+        self.rewrite(b"".join(_amended(line, after, entry) for line in lines))
+
     def rewrite(self, content: bytes) -> None:
         """Replace the file, unless it is this already."""
         if content != self.read():
@@ -82,6 +89,12 @@ def lines_of(content: bytes) -> Iterator[Line]:
             yield Line(number, line, step)
         elif step is not None:
             yield Line(number, line + b"\n", step)
+
+
+def _amended(line: Line, after: int, entry: tuple[str, Any]) -> bytes:
+    if line.step is None or line.step <= after:
+        return line.content
+    return json_line(json.loads(line.content) | dict([entry]))
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:

@@ -27,6 +27,8 @@ LARGEST_BIN = 1e20
 """TensorBoard's histograms end there"""
 NUM_BINS = 32
 """of a line of histograms.jsonl"""
+UNDONE = ("guard/rolled_back", 1.0)
+"""in the rows of steps that a rollback has undone"""
 _SAMPLES = re.compile(r"(?:train|val(?:-[A-Za-z0-9_-]+)?)_(\d{8,})\.jsonl")
 
 
@@ -134,6 +136,15 @@ class Tracker:
                 for name, value in values.items():
                     writer.add_scalar(name, value, step)
                 writer.flush()
+
+    def mark_undone(self, after: int) -> None:
+        """Set guard/rolled_back in the rows of all steps after that one."""
+        if "jsonl" in self._loggers:
+            with self._saying(self.metrics_file.name):
+                self._metrics.amend(after, UNDONE)
+        with self._saying("tensorboard"):
+            if writer := self._tensorboard():
+                writer.add_scalar(*UNDONE, after)
 
     @contextmanager
     def _saying(self, what: str) -> Iterator[None]:

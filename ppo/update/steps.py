@@ -17,6 +17,7 @@ from ppo.batch.packing import Batcher, MicroBatch
 from ppo.batch.samples import Overview, RolloutBatch, mini_batches
 from ppo.batch.shares import move, owners_of
 from ppo.config import ActorConfig, Config, CriticConfig
+from ppo.guards.guard import Guard
 from ppo.kl import kl_estimate
 from ppo.losses import rollout_probs_diff, token_weights, value_loss
 from ppo.metrics import Metrics
@@ -65,6 +66,7 @@ class _Update(NamedTuple):
     config: Config
     batcher: Batcher
     metrics: Metrics
+    guard: Guard
 
     def run(
         self,
@@ -72,16 +74,18 @@ class _Update(NamedTuple):
         objective: "Callable[[_Update, nn.Module, Part], Tensor]",
         prepare: Callable[[Sequence[int], int], None] = lambda samples, epoch: None,
     ) -> None:
-        """All epochs and mini-batches: backward of the objectives, then one optimizer step.
+        """All epochs and mini-batches: backward of the objectives, then one optimizer step, unless
+        a guard leaves it out.
 
         A mini-batch without a token that counts is left out, on every rank: momentum and weight
         decay would move the weights all the same.
 
         prepare: called before each mini-batch with its samples and the epoch. Collective.
         """
-        learner, metrics = self.learner, self.metrics
-        overview, batcher = self.batch.all, self.batcher
-        metrics.set(f"{learner.name}/lr", learner.set_lr(step))
+        learner, metrics, guard = self.learner, self.metrics, self.guard
+        overview, batcher, name = self.batch.all, self.batcher, learner.name
+        lr = learner.set_lr(guard.schedule_step(step), partial(guard.adjusted_lr, name))
+        metrics.set(f"{name}/lr", lr)
         seed, is_first = self.config.trainer.seed, True
         with learner.updating() as module:
             for epoch in range(self.section.ppo_epochs):
@@ -90,15 +94,27 @@ class _Update(NamedTuple):
                 )
                 move(self.batch, owners_of(overview, parts, batcher.budget), batcher.mesh)
                 plans = batcher.plan(self.batch, parts)
-                for samples, plan in zip(parts, plans, strict=True):
+                for number, samples in enumerate(parts):
                     counted = overview.counted[samples]
                     if not counted.any():
                         continue
                     prepare(samples, epoch)
-                    for part in self.parts(plan, counted, is_first=is_first):
+                    metrics.watch(guard.watched(name))
+                    for part in self.parts(plans[number], counted, is_first=is_first):
                         objective(self, module, part).backward()
-                    metrics.add(f"{learner.name}/grad_norm", learner.step(), 1)
                     is_first = False
+                    norm = learner.clip_gradients()
+                    verdict = guard.judge(name, norm, metrics.lap(), metrics.peak_share())
+                    metrics.add(f"{name}/grad_norm", verdict.norm, 1)
+                    if verdict.skip:
+                        learner.drop_gradients()
+                    else:
+                        learner.step()
+                    if verdict.stop:
+                        return
+                    if verdict.halve and batcher.halve(self.config.data.max_length):
+                        guard.halved(name)
+                        plans = batcher.plan(self.batch, parts)
 
     def parts(
         self, plan: Sequence[Sequence[int]], counted: Tensor, *, is_first: bool = False
@@ -136,9 +152,10 @@ def update_actor(
     batcher: Batcher,
     metrics: Metrics,
     step: int,
+    guard: Guard | None = None,
 ) -> None:
     """PPO's policy update (arXiv 1707.06347, algorithm 1) over all epochs and mini-batches."""
-    update = _Update(actor, batch, config.actor, config, batcher, metrics)
+    update = _Update(actor, batch, config.actor, config, batcher, metrics, guard or Guard())
     if config.actor.policy_loss.loss_mode in SELECTING:
         ranks = batcher.mesh.dp_group
         update.run(step, _policy_objective, partial(_select, batch, config, ranks, step))
@@ -154,9 +171,11 @@ def update_critic(
     batcher: Batcher,
     metrics: Metrics,
     step: int,
+    guard: Guard | None = None,
 ) -> None:
     """Clipped value regression to the returns, over all epochs and mini-batches."""
-    _Update(critic, batch, config.critic, config, batcher, metrics).run(step, _value_objective)
+    update = _Update(critic, batch, config.critic, config, batcher, metrics, guard or Guard())
+    update.run(step, _value_objective)
 
 
 def _select(
@@ -242,7 +261,7 @@ def _policy_objective(update: _Update, module: nn.Module, part: Part) -> Tensor:
         kl = kl_estimate(logprobs, micro.take(batch.ref_logprobs), section.kl_loss_type)
         kl_loss = (kl * part.weights).sum()
         part.log_loss(metrics, "actor/kl_loss", kl_loss)
-        loss = loss + section.kl_loss_coef * kl_loss
+        loss = loss + section.kl_loss_coef * update.guard.state.kl_factor * kl_loss
     return loss
 
 

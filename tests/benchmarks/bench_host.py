@@ -94,13 +94,16 @@ class Nothing:
 
     name, module = "model", nn.Identity()
 
-    def set_lr(self, step: int) -> float:
+    def set_lr(self, step: int, adjusted: Any) -> float:
         """No rate."""
         return 0.0
 
-    def step(self) -> float:
+    def clip_gradients(self) -> Tensor:
         """No norm."""
-        return 0.0
+        return torch.zeros(())
+
+    def step(self) -> None:
+        """No weights."""
 
     @contextmanager
     def updating(self) -> Iterator[nn.Module]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ppo.config import ConfigError, EarlyStopConfig, load_config, to_yaml
+from ppo.guards.guard import Guard
 from ppo.kl import FixedKLController
 from ppo.models.learner import Learner
 from ppo.models.roles import Models
@@ -76,7 +77,7 @@ def test_a_state_that_no_training_has_left_is_named(change: dict[str, Any], word
 def start_of(run: Path, *overrides: str, is_restart: bool = False) -> tuple[Path | None, int]:
     """Where a start in that folder goes on from."""
     config = load_config(None, [*REQUIRED, f"trainer.default_local_dir={run}", *overrides])
-    state = TrainState(cast(Any, None), FixedKLController(0.1))
+    state = TrainState(cast(Any, None), FixedKLController(0.1), Guard())
     mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), torch.device("cpu"))
     owner = cast(Any, SimpleNamespace(is_restart=is_restart))
     with Checkpointer(run / "checkpoints", mesh) as checkpoints:
@@ -113,7 +114,7 @@ def test_a_start_whose_checkpoint_is_found_damaged_in_loading_goes_on_from_the_o
             content = bytearray(file.read_bytes())
             content[len(content) // 2] ^= 1
             file.write_bytes(content)
-        state = TrainState(cast(Any, None), FixedKLController(0.1))
+        state = TrainState(cast(Any, None), FixedKLController(0.1), Guard())
         run = cast(Any, SimpleNamespace(is_restart=False))
         with Checkpointer(folder, mesh) as checkpoints:
             start = find_start(config, run, checkpoints, state)

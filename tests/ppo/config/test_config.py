@@ -200,8 +200,7 @@ def test_a_key_of_another_trainer_whose_feature_is_missing_says_so():
 
 @pytest.mark.parametrize(
     "override",
-    ["model.lora_rank=8", "guards.preset=strict", "guards.rules=[]", "reward.normalize=true",
-     "trainer.alarms.memory=0.9",
+    ["model.lora_rank=8", "reward.normalize=true", "trainer.alarms.memory=0.9",
      "actor.kl_loss_type=full", "trainer.logger=[console, wandb]"],
 )  # fmt: skip
 def test_a_feature_that_is_not_built_is_refused_by_name(override):
@@ -240,7 +239,7 @@ def test_what_is_wrong_inside_a_mapping_is_named_by_its_dotted_key(value, words)
 
 
 def test_the_value_that_asks_for_no_unbuilt_feature_is_accepted():
-    assert load("model.lora_rank=0", "guards.preset=none", "reward.manager=naive") == load()
+    assert load("model.lora_rank=0", "reward.manager=naive") == load()
 
 
 def test_every_problem_is_listed_at_once(tmp_path):

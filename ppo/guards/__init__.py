@@ -1,0 +1,1 @@
+"""Guards: rules about metrics, decided alike on every rank."""
