@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ppo.batch.packing import Batcher
 from ppo.batch.samples import RolloutBatch
 from ppo.config import Config, LossAggMode, MixedPrecisionConfig, load_config
+from ppo.guards.guard import Guard, Verdict
 from ppo.metrics import Metrics
 from ppo.models.build import build_causal_lm, build_value_model
 from ppo.models.learner import Learner, make_optimizer
@@ -317,15 +318,15 @@ def assert_says_what_is_rejected(values: dict[str, float], batch: RolloutBatch) 
     assert 0 < whole < sum(touched) < len(touched)
 
 
-class WaitingLearner(Learner):
-    """Only its optimizer step, which reads the norm of the gradient, may wait for the device."""
+class WaitingGuard(Guard):
+    """Only its verdict, which reads the norm of the gradient, may wait for the device."""
 
-    def step(self) -> float:
+    def judge(self, *args: Any) -> Verdict:
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("default")
-        norm = super().step()
+        verdict = super().judge(*args)
         torch.cuda.set_sync_debug_mode(mode)
-        return norm
+        return verdict
 
 
 @pytest.mark.gpu
@@ -349,7 +350,7 @@ def test_a_micro_batch_never_makes_the_host_wait_for_the_gpu(tmp_path, old_logpr
                 forward_only=False,
                 dtype=torch.float32,
             )
-            learner = WaitingLearner(
+            learner = Learner(
                 name="model",
                 module=module,
                 device=device,
@@ -359,10 +360,11 @@ def test_a_micro_batch_never_makes_the_host_wait_for_the_gpu(tmp_path, old_logpr
                 total_steps=2,
             )
             metrics, batcher = Metrics(device), batcher_of(case, mesh)
-            update(learner, batch, config, batcher, metrics, 1)  # first uses may wait
+            guard = WaitingGuard(config.guards.all_rules(), groups=mesh.device_groups)
+            update(learner, batch, config, batcher, metrics, 1, guard)  # first uses may wait
             torch.cuda.set_sync_debug_mode("error")
             try:
-                update(learner, batch, config, batcher, Metrics(device), 2)
+                update(learner, batch, config, batcher, Metrics(device), 2, guard)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             assert metrics.reduce()["model/grad_norm"] > 0
