@@ -58,12 +58,12 @@ class StepFile:
                 raise
         self.waiting.clear()
 
-    def amend(self, after: int, entry: tuple[str, Any]) -> None:
+    def mark(self, after: int, entry: tuple[str, Any]) -> None:
         """Add the entry to the rows of all steps after that one. Raises OSError."""
         if self.waiting:
             self.write_waiting()
         lines = lines_of(self.read())
-        self.rewrite(b"".join(_amended(line, after, entry) for line in lines))
+        self.rewrite(b"".join(_marked(line, after, entry) for line in lines))
 
     def rewrite(self, content: bytes) -> None:
         """Replace the file, unless it is this already."""
@@ -91,7 +91,7 @@ def lines_of(content: bytes) -> Iterator[Line]:
             yield Line(number, line + b"\n", step)
 
 
-def _amended(line: Line, after: int, entry: tuple[str, Any]) -> bytes:
+def _marked(line: Line, after: int, entry: tuple[str, Any]) -> bytes:
     if line.step is None or line.step <= after:
         return line.content
     return json_line(json.loads(line.content) | dict([entry]))

@@ -141,7 +141,7 @@ class Tracker:
         """Set guard/rolled_back in the rows of all steps after that one."""
         if "jsonl" in self._loggers:
             with self._saying(self.metrics_file.name):
-                self._metrics.amend(after, UNDONE)
+                self._metrics.mark(after, UNDONE)
         with self._saying("tensorboard"):
             if writer := self._tensorboard():
                 writer.add_scalar(*UNDONE, after)
