@@ -31,6 +31,7 @@ from ppo.batch.shares import overview_of, owners_of, share_out
 from ppo.config import Config, load_config
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completions
+from ppo.guards.guard import Guard
 from ppo.kl import make_kl_controller
 from ppo.metrics import Metrics
 from ppo.models.tiny import build_tiny_tokenizer
@@ -167,7 +168,8 @@ def run(config: Config, world_size: int, lengths: Tensor) -> Stopwatch:
     with watch.timed("updates"):
         learner: Any = Nothing()
         for section in (config.critic, config.actor):
-            _Update(learner, batch, section, config, batcher, metrics).run(1, take_all)
+            update = _Update(learner, batch, section, config, batcher, metrics, Guard())
+            update.run(1, take_all)
     with watch.timed("metrics"):
         summarise_batch(batch, batcher, metrics)
         metrics.reduce()
