@@ -25,10 +25,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from torch.distributed import ProcessGroup
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ppo.advantages import masked_mean
 from ppo.batch.packing import Batcher, Batchers, make_batchers
 from ppo.batch.samples import RolloutBatch, Samples
 from ppo.batch.shares import overview_of, owners_of, share_out
@@ -36,9 +34,7 @@ from ppo.check.preflight import run_check
 from ppo.config import Config, load_config, parse_args
 from ppo.data.prompts import total_steps_of
 from ppo.errors import InputError
-from ppo.estimators import estimate
 from ppo.forward_passes import response_logprobs, response_values
-from ppo.kl import KLController, kl_estimate, token_rewards
 from ppo.metrics import Metrics
 from ppo.models.roles import Models, build_models
 from ppo.rollout.collector import open_collector
@@ -62,7 +58,7 @@ from ppo.state import (
 from ppo.step_metrics import EngineAlarm, perf_metrics, summarise_batch
 from ppo.tracking.tracker import Tracker
 from ppo.update import (
-    correct_rollout,
+    add_advantages,
     epoch_mini_batches,
     needs_old_logprobs,
     update_actor,
@@ -257,40 +253,6 @@ def add_logprobs_and_values(
     if critic is not None:
         with metrics.timed("values"), critic.on_device() as module:
             batch.values = response_values(module, batch, batcher=batchers.critic, run=run)
-
-
-def add_advantages(
-    batch: RolloutBatch,
-    config: Config,
-    controller: KLController,
-    metrics: Metrics,
-    ranks: ProcessGroup | None = None,
-    kl_factor: float = 1.0,
-) -> None:
-    """KL penalty in the reward, then advantages, of the rows here.
-
-    ranks: that hold all rows once, whose statistics they are; None: this one does. Collective.
-    kl_factor: on the controller's coefficient.
-    """
-    algorithm, overview, mask = config.algorithm, batch.all, batch.response_mask
-    kl = None
-    if batch.ref_logprobs is not None and batch.old_logprobs is not None and overview.counted.any():
-        k3 = kl_estimate(batch.old_logprobs, batch.ref_logprobs, "k3")
-        metrics.set("actor/ref_kl", masked_mean(k3, mask, ranks).item())
-        if algorithm.charges_kl:
-            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.kl_penalty)
-    scores = overview.scores[batch.rows]
-    kl_coef = controller.value * kl_factor
-    batch.rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef)
-    if kl is not None:
-        mean = masked_mean(kl, mask, ranks).item()
-        metrics.set("actor/reward_kl_penalty", mean)
-        metrics.set("actor/kl_coef", kl_coef)
-        controller.update(mean, len(overview))
-    batch.advantages, batch.returns = estimate(batch, algorithm, ranks)
-    if algorithm.needs.siblings:
-        metrics.set("reward/alone", int(overview.alone.sum()))
-    correct_rollout(batch, config, metrics, ranks)
 
 
 @record

@@ -51,16 +51,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppo.estimators": {"ppo.advantages", "ppo.batch", "ppo.config"},
     "ppo.guards": {"ppo.config"},
     "ppo.update": {
-        *(
-            "ppo.advantages",
-            "ppo.batch",
-            "ppo.config",
-            "ppo.guards",
-            "ppo.kl",
-            "ppo.losses",
-            "ppo.metrics",
-        ),
-        *("ppo.models", "ppo.policy_losses", "ppo.selection"),
+        *("ppo.advantages", "ppo.batch", "ppo.config", "ppo.estimators", "ppo.guards", "ppo.kl"),
+        *("ppo.losses", "ppo.metrics", "ppo.models", "ppo.policy_losses", "ppo.selection"),
     },
     "ppo.rollout": {
         *("ppo.batch", "ppo.config", "ppo.data", "ppo.engines", "ppo.errors", "ppo.files"),
