@@ -24,6 +24,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -87,7 +88,7 @@ def train(config: Config, run: Run) -> None:
         # before models: a reward that cannot work is said within seconds
         pool = owned.enter_context(open_rewards(config, run, prompts))
         models = build_models(config, run.mesh, run.dir, total_steps, num_ids=prompts.num_ids)
-        actor, critic = models.actor, models.critic
+        actor, critic, ref = models
         scorer = build_scorer(config, run, prompts, pool)
         if start is not None:  # into the tensors where they rest
             start = load_models(config, run, checkpoints, models, state, start)
@@ -175,7 +176,9 @@ def train(config: Config, run: Run) -> None:
                 # 6 actor
                 if guard.trains_actor(step) and not skips:
                     with metrics.timed("update_actor"):
-                        update_actor(actor, batch, config, batchers.actor, metrics, step, guard)
+                        update_actor(
+                            actor, batch, config, batchers.actor, metrics, step, guard, ref
+                        )
             # 7 finish: from here on the iteration counts
             state.commit(groups.surplus())
             if not sampler.has_next():  # with filter_groups a step draws several batches
@@ -229,26 +232,20 @@ def add_logprobs_and_values(
     The old log-probs use the partition of the update, so that its first ratio is exactly 1.
     """
     actor, critic, ref = models
-    temperature = config.rollout.temperature
+    logprobs = partial(response_logprobs, run=run, temperature=config.rollout.temperature)
     everything = [list(range(len(batch.all)))]
     parts = epoch_mini_batches(batch.all, config.actor, seed=config.trainer.seed, step=step)
     if config.algorithm.correction.bypass_old_logprob:
         batch.old_logprobs, batch.bypasses_old = batch.rollout_logprobs, True
     elif needs_old_logprobs(config, len(parts)):
         with metrics.timed("old_log_prob"), actor.on_device() as module:
-            batch.old_logprobs = response_logprobs(
-                module,
-                batch,
-                parts,
-                batcher=batchers.actor,
-                run=run,
-                temperature=temperature,
-                metrics=metrics,
+            batch.old_logprobs = logprobs(
+                module, batch, parts, batcher=batchers.actor, metrics=metrics
             )
     if ref is not None:
         with metrics.timed("ref"), ref.on_device() as module:
-            batch.ref_logprobs = response_logprobs(
-                module, batch, everything, batcher=batchers.ref, run=run, temperature=temperature
+            batch.ref_logprobs = logprobs(
+                module, batch, everything, batcher=batchers.ref, keep_hidden=config.actor.full_kl
             )
     if critic is not None:
         with metrics.timed("values"), critic.on_device() as module:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ppo.batch.packing import Batcher, MicroBatch
 from ppo.batch.samples import RolloutBatch
+from ppo.batch.states import put_states
 from ppo.metrics import Metrics
 from ppo.run.run import Run
 from sharding.fsdp import without_gradients
@@ -48,6 +49,7 @@ def response_logprobs(
     run: Run,
     temperature: float,
     metrics: Metrics | None = None,
+    keep_hidden: bool = False,
 ) -> Tensor:
     """Log-probabilities of the response tokens, [b, T] float32 on the host.
 
@@ -55,6 +57,7 @@ def response_logprobs(
         parts: numbers of samples; each is laid out by itself (the update's mini-batches, so that
             the first ratio is exactly 1, or one part with everything).
         metrics: given, actor/entropy is added to it.
+        keep_hidden: the last hidden states stay in batch.ref_hidden.
     """
 
     def compute(micro: MicroBatch) -> Tensor:
@@ -63,7 +66,10 @@ def response_logprobs(
             labels=micro.labels,
             temperature=temperature,
             with_entropy=metrics is not None,
+            with_hidden=keep_hidden,
         )
+        if keep_hidden:
+            put_states(batch, micro, found.hidden, batcher.mesh)
         if metrics is not None:
             metrics.add("actor/entropy", found.entropy.sum(), micro.labels.numel())
         return found.logprobs

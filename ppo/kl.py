@@ -70,6 +70,20 @@ ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """Exact KL(policy, reference) = sum p (log p - log q) over the vocabulary, [..., V] -> [...].
+
+    With the arguments exchanged it is KL(reference, policy). A model's own is computed in blocks
+    (`ppo.logprobs.token_logprobs`), so that logits never exist as a whole; this is its definition.
+
+    Args:
+        logits: [..., V], divided by the temperature; with a gradient where they have one.
+        ref_logits: the same shape.
+    """
+    p, q = (at_least_float32(x).log_softmax(-1) for x in (logits, ref_logits))
+    return (p.exp() * (p - q)).sum(-1)
+
+
 def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, *, kl_coef: float) -> Tensor:
     """Reward per token: the score at the last counted token, minus kl_coef x KL at every one.
 

@@ -39,17 +39,22 @@ class RowExchange:
         """Rows here, one after the other, to owned rows, one after the other. Collective.
 
         Args:
-            values: 1-D host tensor, the rows that this rank holds.
+            values: host tensor, the rows that this rank holds, cut along its first dim.
             lengths: [B] of each row.
         """
         held, owned = lengths[self._held], lengths[self.owned]
         rows = values.split(held.tolist())
         parts = [rows[i] for indices in self._sent for i in indices.tolist()]
         out_sizes = [int(owned[indices].sum()) for indices in self._received]
-        result = values.new_empty(sum(out_sizes))
+        result = values.new_empty(sum(out_sizes), *values.shape[1:])
+        sent = torch.cat(parts) if parts else values[:0]
+        if values.dim() > 1:  # as bytes: gloo does not know every dtype
+            sent, received = sent.view(torch.uint8), result.view(torch.uint8)
+        else:
+            received = result
         dist.all_to_all_single(
-            result,
-            torch.cat(parts) if parts else values[:0],
+            received,
+            sent,
             out_sizes,
             [int(held[indices].sum()) for indices in self._sent],
             group=self._group,

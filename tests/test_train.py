@@ -258,6 +258,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         "algorithm.rollout_correction.rollout_token_veto_threshold=1e-3",
         *("rollout.top_p=0.9", "rollout.top_k=100"),
         "actor.use_kl_loss=true",
+        "actor.kl_loss_type=full",
+        "ref.fsdp.mixed_precision.param_dtype=bfloat16",
         "actor.entropy_coeff=0.01",
         "trainer.total_training_steps=2",
         "trainer.save_freq=1",

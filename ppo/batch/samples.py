@@ -188,6 +188,7 @@ class RolloutBatch:
     returns: Tensor | None = None  # [b, T]
     loss_weights: Tensor | None = None  # [b, T] rollout correction
     selected: Tensor | None = None  # [b, T] bool, of the mini-batch that is computed
+    ref_hidden: Tensor | None = None  # [response tokens of the rows, H'], see ppo/batch/states.py
 
     def __len__(self) -> int:
         """b."""
@@ -221,9 +222,9 @@ class RolloutBatch:
 
     def per_token(self) -> dict[str, Tensor]:
         """The tensors [b, T] that there are, the mask apart, by name."""
-        known = {f.name: getattr(self, f.name) for f in fields(self)}
-        first = list(known).index("rollout_logprobs")
-        return {name: known[name] for name in list(known)[first:] if known[name] is not None}
+        names = [f.name for f in fields(self)]
+        names = names[names.index("rollout_logprobs") : names.index("ref_hidden")]
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
 
 
 def positions_up_to(lengths: Tensor) -> Tensor:

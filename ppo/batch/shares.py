@@ -105,11 +105,16 @@ def move(batch: RolloutBatch, owners: Tensor, mesh: Mesh) -> None:
     is_sender = mesh.sp_rank == 0  # the others hold copies
     held = {name: x[was_response] for name, x in batch.per_token().items()}
     held |= {"response_mask": batch.response_mask[was_response], "tokens": batch.tokens}
+    if batch.ref_hidden is not None:
+        held["ref_hidden"] = batch.ref_hidden
     batch.owners, batch.rows = owners, exchange.owned
     for name, flat in held.items():
         size = batch.all.lengths if name == "tokens" else lengths
         moved = exchange.move(flat if is_sender else flat[:0], size)
-        setattr(batch, name, moved if name == "tokens" else _padded(moved, batch.is_response))
+        stays_flat = name in ("tokens", "ref_hidden")
+        setattr(batch, name, moved if stays_flat else _padded(moved, batch.is_response))
+    if batch.ref_hidden is not None and mesh.device.type == "cuda":
+        batch.ref_hidden = batch.ref_hidden.pin_memory()
 
 
 def _padded(flat: Tensor, is_response: Tensor) -> Tensor:

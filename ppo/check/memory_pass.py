@@ -17,7 +17,7 @@ from ppo.config import FsdpConfig
 from ppo.model_shapes import ModelShape
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# The largest block of logits that ppo/logprobs.py makes (a test compares): elements on CUDA and on
+# The largest block of logits that ppo/logprobs/ makes (a test compares): elements on CUDA and on
 # a CPU.
 LOGITS_BLOCK = {True: 1 << 26, False: 1 << 21}
 
@@ -76,6 +76,10 @@ class Pass:
     accumulates: bool = False
     """gradients of earlier micro-batches are there already"""
     cuda: bool = True
+    keeps_hidden: bool = False
+    """forward only: the last hidden states of an sp group's row go to the host"""
+    reference: ShardedModel | None = None
+    """whose distributions the loss compares with, over the whole vocabulary"""
 
 
 def training_pass(model: ShardedModel, run: Pass) -> list[Item]:
@@ -83,7 +87,7 @@ def training_pass(model: ShardedModel, run: Pass) -> list[Item]:
     moments = [_in_a_layer(model, run), _after_a_layer(model, run), _at_the_end(model, run)]
     if model.has_logits:
         moments.append(_in_the_head(model, run))
-    return max(moments, key=total)
+    return [*_of_reference(run), *max(moments, key=total)]
 
 
 def forward_pass(model: ShardedModel, run: Pass) -> list[Item]:
@@ -95,12 +99,26 @@ def forward_pass(model: ShardedModel, run: Pass) -> list[Item]:
     found = [*_gathered(model), Item(f"one layer forward ({run.tokens} tokens)", layer)]
     if model.has_logits:
         found.append(Item("log-probs in blocks", _head_forward(model, run)))
+    if run.keeps_hidden:
+        states = run.tokens * run.sp * shape.hidden_size * item
+        found.append(Item("last hidden states, on their way to the host", states))
     return found
 
 
 def total(items: Iterable[Item]) -> float:
     """Bytes of all items."""
     return sum(item.bytes for item in items)
+
+
+def _of_reference(run: Pass) -> list[Item]:
+    """The reference's head, whole, and its hidden states of the tokens."""
+    if run.reference is None:
+        return []
+    shape, item = run.reference.shape, run.reference.compute
+    return [
+        Item("head of the reference", shape.embedding_params * item),
+        Item("hidden states of the reference", run.tokens * shape.hidden_size * item),
+    ]
 
 
 def _in_a_layer(model: ShardedModel, run: Pass) -> list[Item]:
@@ -212,10 +230,12 @@ def _head_forward(model: ShardedModel, run: Pass) -> float:
 def _head_backward(model: ShardedModel, run: Pass) -> float:
     """A block becomes its gradient while the last one's is there; both also in param_dtype."""
     each = 4 + model.compute + (model.compute if model.compute < 4 else 0)
-    block = _logits_block(model, run) * (each + (4 if run.with_entropy else 0))
+    more = 8 if run.reference is not None else 0  # its block, and the difference
+    block = _logits_block(model, run) * (each + more + (4 if run.with_entropy else 0))
     return block + run.tokens * model.shape.hidden_size * (4 + 2 * model.compute)
 
 
 def _logits_block(model: ShardedModel, run: Pass) -> int:
     """Elements of the block of logits that exists at a time."""
-    return min(LOGITS_BLOCK[run.cuda], run.tokens * model.shape.vocab_size)
+    most = LOGITS_BLOCK[run.cuda] // (1 if run.reference is None else 2)
+    return min(most, run.tokens * model.shape.vocab_size)

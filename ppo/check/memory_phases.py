@@ -131,6 +131,10 @@ def host_bytes(plan: Plan) -> list[Item]:
     batch = rows * config.data.max_response_length * (16 * 4 + 1)
     ids = rows * config.data.max_length * 16
     items = [Item("rollout batch", ranks * batch), Item("tokens and texts", ranks * ids)]
+    if config.actor.full_kl:
+        ref = plan.model("ref")
+        states = rows * config.data.max_response_length * ref.shape.hidden_size * ref.compute
+        items.append(Item("ref last hidden states", ranks * states))
     for model in plan.models(trained=True):
         fsdp, params = model.fsdp, model.shard_params
         if fsdp.param_offload or fsdp.offload_policy:
@@ -266,7 +270,12 @@ def _forward_only(plan: Plan, model: ShardedModel, budget: int) -> Iterator[Item
     longest = -(-plan.config.data.max_length // plan.dims.sp)
     budget = max(budget, longest)
     samples = -(-plan.config.data.train_batch_size * plan.config.rollout.n // plan.dims.dp)
-    run = Pass(tokens=min(budget, samples * longest), sp=plan.dims.sp, cuda=plan.cuda)
+    run = Pass(
+        tokens=min(budget, samples * longest),
+        sp=plan.dims.sp,
+        cuda=plan.cuda,
+        keeps_hidden=model.name == "ref" and plan.config.actor.full_kl,
+    )
     yield from _resident(plan, with_params=model.name)
     yield from _engine_kept(plan)
     yield from forward_pass(model, run)
@@ -284,6 +293,7 @@ def _train(plan: Plan, name: str, section: ActorConfig | CriticConfig) -> Iterat
         with_entropy=plan.config.actor.entropy_coeff != 0,
         accumulates=samples * plan.config.data.max_length > tokens * plan.dims.sp,
         cuda=plan.cuda,
+        reference=plan.model("ref") if name == "actor" and plan.config.actor.full_kl else None,
     )
     yield from _resident(plan, with_params=model.name, with_optimizer=model.name)
     yield from _engine_kept(plan)

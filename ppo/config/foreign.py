@@ -62,7 +62,6 @@ NOT_BUILT = {
 }
 
 NOT_BUILT_VALUES = {
-    "actor.kl_loss_type": {"full"},
     "trainer.logger": {"wandb", "trackio", "mlflow", "swanlab"},
 }
 

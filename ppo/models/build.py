@@ -99,7 +99,7 @@ def build_causal_lm(
 
     module(input_ids=[1, N] or [b, S], position_ids=same, positions=[K], labels=[K],
            temperature=1.0, with_entropy=False, cu_seqlens=[D + 1] on the host or None,
-           attention_mask=[b, S] or None) -> LabelLogprobs
+           attention_mask=[b, S] or None, reference=None, with_hidden=False) -> LabelLogprobs
     positions index the flattened local input_ids whose hidden states score `labels`; K may be 0.
     With cu_seqlens the row holds packed documents (under sp > 1: this rank's slice of the row that
     cu_seqlens describes); without, rows are right-padded.

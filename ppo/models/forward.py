@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ppo.errors import InputError
-from ppo.logprobs import LabelLogprobs, LogitTransform, token_logprobs
+from ppo.logprobs import LabelLogprobs, LogitTransform, Reference, token_logprobs
 from ppo.models.attention import (
     ATTENTION_NAME,
     Kernel,
@@ -236,18 +236,23 @@ def label_logprobs(
     attention: dict[str, Any],
     temperature: float = 1.0,
     with_entropy: bool = False,
+    reference: Reference | None = None,
+    with_hidden: bool = False,
 ) -> LabelLogprobs:
     """A causal LM's forward; ppo.models.build_causal_lm documents the call."""
     hidden = _hidden_states(module, input_ids, position_ids, positions, attention)
-    return token_logprobs(
+    weight = module.get_output_embeddings().weight
+    found = token_logprobs(
         hidden,
-        module.get_output_embeddings().weight,
+        weight,
         labels,
         temperature=temperature,
         with_entropy=with_entropy,
         transform=plan.transform,
         num_ids=plan.num_ids,
+        reference=reference,
     )
+    return found._replace(hidden=hidden.to(weight.dtype)) if with_hidden else found
 
 
 def values(

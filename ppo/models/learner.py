@@ -10,12 +10,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ppo.config import OptimConfig
+from ppo.logprobs import LogitTransform, Reference
 from ppo.models.schedule import lr_factor
 from sharding.adamw import NarrowAdamW
 from sharding.fsdp import gradient_norm
 from sharding.offload import offload_module, offload_optimizer, reload_module, reload_optimizer
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """A causal LM's output head while another model is compared with it over the vocabulary."""
+
+    weight: Tensor
+    """[V, H]"""
+    transform: LogitTransform
+
+    def reference(self, hidden: Tensor, *, is_forward: bool) -> Reference:
+        """Its distributions of the tokens with these last hidden states, [K, H]."""
+        return Reference(
+            hidden=hidden, weight=self.weight, transform=self.transform, is_forward=is_forward
+        )
 
 
 @dataclass(kw_only=True)
@@ -47,6 +64,18 @@ class Model:
         """Send to the host what rests there between uses."""
         if self.param_offload:
             offload_module(self.module)
+
+    def whole_head(self) -> Head:
+        """The output head of a causal LM, on the device and the caller's own. Collective."""
+        with self.on_device() as module:
+            weight = module.get_output_embeddings().weight.detach()  # pyright: ignore
+            whole = here = weight
+            if isinstance(weight, DTensor):
+                moved: Any = weight.to(self.device)
+                whole, here = moved.full_tensor(), moved.to_local()
+            if whole.untyped_storage().data_ptr() == here.untyped_storage().data_ptr():
+                whole = whole.clone()  # nothing was gathered, and the parameter goes to the host
+            return Head(whole, module.forward_plan.transform)  # pyright: ignore
 
 
 @dataclass(kw_only=True)

@@ -16,12 +16,13 @@ from torch.distributed import ProcessGroup
 from ppo.batch.packing import Batcher, MicroBatch
 from ppo.batch.samples import Overview, RolloutBatch, mini_batches
 from ppo.batch.shares import move, owners_of
+from ppo.batch.states import take_states
 from ppo.config import ActorConfig, Config, CriticConfig
 from ppo.guards.guard import Guard
 from ppo.kl import kl_estimate
 from ppo.losses import rollout_probs_diff, token_weights, value_loss
 from ppo.metrics import Metrics
-from ppo.models.learner import Learner
+from ppo.models.learner import Head, Learner, Model
 from ppo.policy_losses import POLICY_LOSSES, SELECTING, PolicyInputs
 from ppo.selection import covariances, largest, noise
 from ppo.update.correction import correct_in_update
@@ -67,6 +68,7 @@ class _Update(NamedTuple):
     batcher: Batcher
     metrics: Metrics
     guard: Guard
+    ref: Head | None = None  # for the KL over the whole vocabulary
 
     def run(
         self,
@@ -153,9 +155,17 @@ def update_actor(
     metrics: Metrics,
     step: int,
     guard: Guard | None = None,
+    ref: Model | None = None,
 ) -> None:
-    """PPO's policy update (arXiv 1707.06347, algorithm 1) over all epochs and mini-batches."""
-    update = _Update(actor, batch, config.actor, config, batcher, metrics, guard or Guard())
+    """PPO's policy update (arXiv 1707.06347, algorithm 1) over all epochs and mini-batches.
+
+    ref: whose head actor.full_kl takes; batch.ref_hidden holds its hidden states.
+    """
+    head = None
+    if config.actor.full_kl:
+        assert ref is not None
+        head = ref.whole_head()
+    update = _Update(actor, batch, config.actor, config, batcher, metrics, guard or Guard(), head)
     if config.actor.policy_loss.loss_mode in SELECTING:
         ranks = batcher.mesh.dp_group
         update.run(step, _policy_objective, partial(_select, batch, config, ranks, step))
@@ -212,11 +222,16 @@ def _policy_objective(update: _Update, module: nn.Module, part: Part) -> Tensor:
     micro, count = part.micro, part.micro.labels.numel()
     had_no_old_pass = batch.old_logprobs is None or batch.bypasses_old
     is_old_pass = had_no_old_pass and part.is_first
+    reference = None
+    if update.ref is not None:
+        is_forward = section.kl_loss_type == "full_forward"
+        reference = update.ref.reference(take_states(batch, micro), is_forward=is_forward)
     found = module(
         **micro.inputs,
         labels=micro.labels,
         temperature=update.config.rollout.temperature,
         with_entropy=section.entropy_coeff != 0 or is_old_pass,
+        reference=reference,
     )
     logprobs = found.logprobs  # [K]
     sum_of_sequence = partial(update.batcher.sum_of_sequence, micro)
@@ -258,7 +273,9 @@ def _policy_objective(update: _Update, module: nn.Module, part: Part) -> Tensor:
         loss = loss - section.entropy_coeff * (found.entropy * part.weights).sum()
     if section.use_kl_loss:
         assert batch.ref_logprobs is not None
-        kl = kl_estimate(logprobs, micro.take(batch.ref_logprobs), section.kl_loss_type)
+        kl = found.kl
+        if kl is None:
+            kl = kl_estimate(logprobs, micro.take(batch.ref_logprobs), section.kl_loss_type)
         kl_loss = (kl * part.weights).sum()
         part.log_loss(metrics, "actor/kl_loss", kl_loss)
         loss = loss + section.kl_loss_coef * update.guard.state.kl_factor * kl_loss

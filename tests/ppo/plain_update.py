@@ -216,16 +216,22 @@ def reference(
     seen: set[str],
     loss_mode: str = "vanilla",
     rejecting: bool = False,
+    full_kl: tuple[str | None, Any] = (None, None),
 ) -> tuple[float, dict[str, Tensor]]:
     """Logged loss and gradients of one mini-batch.
 
     rejecting: `kept_tokens` alone count; with gpg, what the update's log-probs reject is weighed 0.
+    full_kl: its kind, and the reference.
     """
     counted = [list(range(0 if i in FAILED else length)) for i, length in enumerate(RESPONSES)]
     if rejecting and loss_mode != "gpg":
         counted = kept_tokens(batch)
     indices = [i for i in part if not batch.all.failed[i] and counted[i]]
     ids, outputs = padded_forward(model, batch, indices)
+    ref_outputs = None
+    if full_kl[0] is not None:
+        with torch.no_grad():
+            _, ref_outputs = padded_forward(full_kl[1], batch, indices)
     chosen = chosen_tokens(loss_mode, batch, part)
     logged, complete = [], []
     for row, i in enumerate(indices):
@@ -254,6 +260,14 @@ def reference(
                 for t in range(RESPONSES[i])
             ]
             pairs = [(loss, loss) for loss in losses]
+        if ref_outputs is not None:
+            first, last = int(batch.prompt_lengths[i]) - 1, int(batch.lengths[i]) - 1
+            p = outputs[row, first:last]  # log-probs [T, V]
+            q = ref_outputs[row, first:last, :VOCAB].log_softmax(-1)
+            if full_kl[0] == "full_forward":
+                p, q = q, p
+            kl = [sum(a.exp() * (a - b)) for a, b in zip(p, q, strict=True)]
+            pairs = [(x, y + KL_LOSS_COEF * k) for (x, y), k in zip(pairs, kl, strict=True)]
         logged.append([pair[0] for pair in pairs])
         complete.append([pair[1] for pair in pairs])
     model.zero_grad()

@@ -24,7 +24,8 @@ def test_every_estimator_has_its_needs_and_its_function():
 def test_every_kind_of_kl_has_its_formula_and_every_kind_of_a_loss_its_plus():
     assert choices(AlgorithmConfig, "kl_penalty") == tuple(ESTIMATES)
     plus = (f"{kind}+" for kind in ESTIMATES)
-    assert choices(ActorConfig, "kl_loss_type") == (*ESTIMATES, *plus)
+    full = ("full", "full_forward")
+    assert choices(ActorConfig, "kl_loss_type") == (*ESTIMATES, *plus, *full)
 
 
 def test_every_loss_and_aggregation_has_its_formula():

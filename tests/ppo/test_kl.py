@@ -11,6 +11,7 @@ from ppo.kl import (
     AdaptiveKLController,
     FixedKLController,
     StepKLController,
+    full_kl,
     kl_estimate,
     make_kl_controller,
     token_rewards,
@@ -95,6 +96,20 @@ def test_masked_garbage_reaches_no_gradient(kind: str) -> None:
     mask = torch.arange(16) == 15
     torch.where(mask, kl_estimate(logprobs, ref, kind), 0.0).sum().backward()
     assert logprobs.grad is not None and logprobs.grad.isfinite().all()
+
+
+def test_full_kl_by_hand_and_in_both_directions() -> None:
+    p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.25, 0.5, 0.25])
+    logits, ref_logits = p.log() + 3.0, q.log() - 1.0  # a constant changes no distribution
+    reverse = full_kl(logits[:2], ref_logits[:2])  # of 1/2, 1/2 and 1/3, 2/3
+    expected = 0.5 * math.log(0.5 * 3) + 0.5 * math.log(0.5 * 1.5)
+    assert float(reverse) == pytest.approx(expected, rel=1e-6)
+    forward = full_kl(ref_logits[:2], logits[:2])
+    expected = math.log(2 / 3) / 3 + 2 / 3 * math.log(4 / 3)
+    assert float(forward) == pytest.approx(expected, rel=1e-6)
+    logits = torch.tensor([[0.3, -1.0, 2.0]], requires_grad=True)
+    full_kl(logits, logits.detach()).sum().backward()
+    assert logits.grad is not None and logits.grad.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["k4", "full", "", "+"])

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ppo import logprobs as chunked
-from ppo.logprobs import MAX_BLOCK_ROWS, LogitTransform, token_logprobs
+from ppo.kl import full_kl
+from ppo.logprobs import LogitTransform, Reference, blocks, token_logprobs
+from ppo.logprobs.blocks import MAX_BLOCK_ROWS
 from tests.peak_memory import PeakTracker
 
 
@@ -70,6 +71,79 @@ def test_temperature_scale_and_softcap_are_inside_the_log_softmax():
     assert_same_values_and_gradients(
         h, w, labels, temperature=0.7, scale=1.5, softcap=2.0, block_elements=1
     )
+
+
+@pytest.mark.parametrize("is_forward", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_the_kl_over_all_ids_is_that_of_whole_logits_in_value_and_gradient(
+    monkeypatch, is_forward, with_entropy
+):
+    """Heads of other sizes, scales and softcaps; blocks and slices with remainders; ids beyond."""
+    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 3)
+    num_ids, temperature = 290, 0.7
+    own, other = LogitTransform(0.5, 3.0), LogitTransform(1.3)
+    h, w, labels = problem(7, 300)
+    ref_h, ref_w, _ = problem(7, 333, hidden=9)
+    labels = labels.clamp(max=num_ids - 1)
+    z = own(h @ w.T)[:, :num_ids] / temperature
+    ref_z = other(ref_h @ ref_w.T)[:, :num_ids].detach() / temperature
+    pair = (ref_z, z) if is_forward else (z, ref_z)
+    want = full_kl(*pair)
+    chosen = z.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    entropy = torch.distributions.Categorical(logits=z).entropy()
+    got = token_logprobs(
+        h,
+        w,
+        labels,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        transform=own,
+        num_ids=num_ids,
+        reference=Reference(
+            hidden=ref_h.detach(), weight=ref_w.detach(), transform=other, is_forward=is_forward
+        ),
+        block_elements=2 * 3 * 128,
+    )
+    assert got.kl is not None and (want > 0).all()
+    torch.testing.assert_close(got.kl, want, rtol=1e-10, atol=1e-10)
+    up = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    total = (got.kl * up[0] + got.logprobs * up[1]).sum()
+    want_total = (want * up[0] + chosen * up[1]).sum()
+    if with_entropy:
+        assert got.entropy is not None
+        total, want_total = (
+            total + (got.entropy * up[2]).sum(),
+            want_total + (entropy * up[2]).sum(),
+        )
+    for a, b in zip(
+        torch.autograd.grad(total, (h, w)), torch.autograd.grad(want_total, (h, w)), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_a_model_has_no_kl_with_itself_and_no_gradient_of_it():
+    h, w, labels = problem(5, 200)
+    itself = Reference(
+        hidden=h.detach(), weight=w.detach(), transform=LogitTransform(), is_forward=False
+    )
+    found = token_logprobs(h.float(), w.float(), labels, reference=itself).kl
+    assert found is not None and found.abs().max() < 1e-5
+    grads = torch.autograd.grad(found.sum(), (h, w))
+    assert max(g.abs().max().item() for g in grads) < 1e-5
+
+
+def test_a_reference_with_fewer_ids_or_tokens_is_refused():
+    h, w, labels = problem(5, 200)
+    for tokens, ids in ((4, 200), (5, 199)):
+        other, head, _ = problem(tokens, ids)
+        reference = Reference(
+            hidden=other.detach(),
+            weight=head.detach(),
+            transform=LogitTransform(),
+            is_forward=False,
+        )
+        with pytest.raises(ValueError, match="the reference has"):
+            token_logprobs(h, w, labels, reference=reference)
 
 
 def test_rows_beyond_one_slice_add_their_gradients_to_the_weight():
@@ -142,7 +216,7 @@ def test_slices_of_rows_add_their_gradients_to_a_bfloat16_head_as_exactly_as_one
         return ((weight.grad.double() - want).norm() / want.norm()).item()
 
     as_one = error()
-    monkeypatch.setattr(chunked, "MAX_BLOCK_ROWS", 8)
+    monkeypatch.setattr(blocks, "MAX_BLOCK_ROWS", 8)
     assert error() < 1.5 * as_one < 0.01
 
 

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from ppo.batch.packing import Batcher
 from ppo.batch.samples import RolloutBatch
+from ppo.batch.states import put_states
 from ppo.config import Config, LossAggMode, MixedPrecisionConfig, load_config
 from ppo.guards.guard import Guard, Verdict
 from ppo.metrics import Metrics
 from ppo.models.build import build_causal_lm, build_value_model
-from ppo.models.learner import Learner, make_optimizer
+from ppo.models.learner import Learner, Model, make_optimizer
 from ppo.update import correct_rollout, update_actor, update_critic
+from sharding.fsdp import without_gradients
 from sharding.mesh import Mesh, build_mesh, init_distributed
 from sharding.partition import Budget, assign, count_micro_batches
 from tests.distributed import run_distributed
@@ -43,6 +45,7 @@ class Case:
     regularised: bool = False  # entropy bonus, KL loss and rollout correction
     loss_mode: str = "vanilla"
     rejecting: bool = False  # by the rules of plain_update.py; with gpg in the update itself
+    kl: str | None = None  # of whole distributions, with a reference of another architecture
 
     @property
     def possible(self) -> bool:
@@ -89,6 +92,9 @@ CASES = [
     Case(MODES[2], 1, False, 4, False, rejecting=True),
     Case(MODES[3], 4, True, 4, True, loss_mode="gspo", rejecting=True),
     Case(MODES[0], 2, True, 4, True, loss_mode="gpg", rejecting=True),
+    Case(MODES[0], 4, True, 4, True, kl="full"),
+    Case(MODES[3], 2, True, 2, True, kl="full_forward"),
+    Case(MODES[1], 1, False, 4, False, kl="full"),
 ]
 
 
@@ -149,7 +155,8 @@ def config_of(case: Case) -> Config:
         "actor.grad_clip": 1e9,
         "critic.cliprange_value": plain.CLIP_VALUE,
         "actor.entropy_coeff": plain.ENTROPY_COEFF if case.regularised else 0.0,
-        "actor.use_kl_loss": case.regularised,
+        "actor.use_kl_loss": case.regularised or case.kl is not None,
+        "actor.kl_loss_type": case.kl or "low_var_kl",
         "actor.kl_loss_coef": plain.KL_LOSS_COEF,
     }
     if case.rejecting:
@@ -211,11 +218,28 @@ def updated(
     )
     metrics = Metrics()
     batch = rows_here(batch, mesh.dims.dp, mesh.dp_rank)
+    more: dict[str, Any] = {}
+    if case.kl is not None and update is update_actor:
+        more["ref"] = passed_through_ref(case, path.with_name("ref"), batch)
     if case.bypasses:
         batch = replace(batch, old_logprobs=batch.rollout_logprobs, bypasses_old=True)
     correct_rollout(batch, config, metrics, mesh.dp_group)
-    update(learner, batch, config, batcher_of(case, mesh), metrics, 1)
+    update(learner, batch, config, batcher_of(case, mesh), metrics, 1, **more)
     return metrics.reduce(mesh.host_group), optimizer.steps
+
+
+def passed_through_ref(case: Case, path: Path, batch: RolloutBatch) -> Model:
+    """The reference, whose hidden states are kept in the batch."""
+    mesh = mesh_of(case.fsdp_size, case.sp)
+    module = module_of(build_causal_lm, path, mesh, case.packed, False)
+    batcher = batcher_of(case, mesh)
+    plan = batcher.plan(batch, [list(range(len(batch.all)))])
+    with without_gradients(module):
+        for rows in plan[0]:
+            micro = batcher.make(batch, rows)
+            found = module(**micro.inputs, labels=micro.labels, with_hidden=True)
+            put_states(batch, micro, found.hidden, mesh)
+    return Model(module=module, device=mesh.device)
 
 
 def update_all(
@@ -268,6 +292,8 @@ def test_losses_and_gradients_are_those_of_a_loop_over_tokens_in_every_layout(tm
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     paths = save_model(tmp_path / "actor", "qwen2"), tmp_path / "critic"
+    # smaller, with a head of its own and more ids than are compared
+    ref_path = save_model(tmp_path / "ref", "llama", hidden_size=24, vocab_size=101)
     config = AutoConfig.from_pretrained(paths[0], num_labels=1)
     torch.manual_seed(1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(paths[1])
@@ -276,20 +302,23 @@ def test_losses_and_gradients_are_those_of_a_loop_over_tokens_in_every_layout(tm
         kind.from_pretrained(path, attn_implementation="eager").double()
         for kind, path in zip(kinds, paths, strict=True)
     )
+    ref = AutoModelForCausalLM.from_pretrained(ref_path, attn_implementation="eager").double()
     batch = plain.with_scores(plain.make_data(), actor, critic)
     results = run_distributed(update_all, 4, *paths, batch)[0]
 
     seen: set[str] = set()
     wanted: Any = cache(
-        lambda model, mode, regularised, loss_mode="vanilla", rejecting=False: [
-            plain.reference(model, batch, part, mode, regularised, seen, loss_mode, rejecting)
+        lambda model, mode, regularised, loss_mode="vanilla", rejecting=False, kl=None: [
+            plain.reference(
+                *(model, batch, part, mode, regularised, seen, loss_mode, rejecting, (kl, ref))
+            )
             for part in plain.MINI_BATCHES
         ]
     )
     for case, (of_actor, of_critic) in zip(CASES, results, strict=True):
         names = "actor/pg_loss", "actor/grad_norm"
         expected = wanted(
-            *(actor, case.mode, case.regularised, case.loss_mode, case.rejecting),
+            *(actor, case.mode, case.regularised, case.loss_mode, case.rejecting, case.kl),
         )
         assert_same(of_actor, expected, names, case)
         assert_same(

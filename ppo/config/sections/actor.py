@@ -7,7 +7,7 @@ know how files are read or checked.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from ppo.config.bounds import (
     Bound,
@@ -32,7 +32,8 @@ LossAggMode = Literal[
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 ]
-KlLossKind = Literal[KlKind, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
+FullKl = Literal["full", "full_forward"]
+KlLossKind = Literal[KlKind, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", FullKl]
 LossMode = Literal[
     "vanilla",
     "gspo",
@@ -133,7 +134,9 @@ class ActorConfig(Section):
     kl_loss_coef: Coefficient = 0.001
     """weight of that loss"""
     kl_loss_type: KlLossKind = "low_var_kl"
-    """its estimator; "+" = that value with the gradient of k2"""
+    """its estimator; "+" = that value with the gradient of k2. full = the exact KL(actor, ref) of
+    each token's whole distribution, full_forward = KL(ref, actor): the reference's last hidden
+    states are kept on the host until the update"""
     grad_clip: Threshold = 1.0
     """largest gradient norm"""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -144,6 +147,11 @@ class ActorConfig(Section):
     """sharding"""
     checkpoint: MayChange[CheckpointConfig] = field(default_factory=CheckpointConfig)
     """what a checkpoint holds"""
+
+    @property
+    def full_kl(self) -> bool:
+        """Whether the loss has the exact KL with the reference over the whole vocabulary."""
+        return self.use_kl_loss and self.kl_loss_type in get_args(FullKl)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import torch
 
 from ppo.check.memory_pass import LOGITS_BLOCK, Pass, ShardedModel, total, training_pass
 from ppo.config import FsdpConfig, MixedPrecisionConfig, ModelConfig
-from ppo.logprobs import CPU_BLOCK_ELEMENTS, DEVICE_BLOCK_ELEMENTS
+from ppo.logprobs.blocks import CPU_BLOCK_ELEMENTS, DEVICE_BLOCK_ELEMENTS
 from ppo.model_shapes import find_shape
 from tests.distributed import run_distributed
 

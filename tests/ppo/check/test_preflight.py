@@ -458,3 +458,17 @@ def test_a_teacher_is_counted_with_its_own_sizes():
     assert any(f"({budget} tokens)" in item.name for item in items)
     lines = find_models(load_config(None, [*REQUIRED, *keys])).lines
     assert any(line.startswith("ref: Qwen/Qwen2.5-7B-Instruct, 7.6") for line in lines), lines
+
+
+def test_a_kl_over_the_vocabulary_is_counted_where_it_is_held():
+    model = "Qwen/Qwen2.5-7B-Instruct"
+    off = plan("actor.use_kl_loss=true", model=model)
+    on = plan("actor.use_kl_loss=true", "actor.kl_loss_type=full", model=model)
+    before, after = ({p.name: p.bytes for p in phases(each)} for each in (off, on))
+    head, states = 152064 * 3584 * 2, 16384 * 3584 * 2  # in bf16: Qwen's head; a micro-batch's
+    assert after["train actor"] - before["train actor"] == pytest.approx(head + states, rel=0.05)
+    assert after["log-probs"] - before["log-probs"] == 2 * states  # the ref's pass has twice them
+    assert after["train critic"] == before["train critic"]
+    of_host = {i.name: i.bytes for i in host_bytes(on)}["ref last hidden states"]
+    assert of_host == 1024 * 512 * 3584 * 2  # every response token of the batch, once
+    assert "ref last hidden states" not in {item.name for item in host_bytes(off)}
