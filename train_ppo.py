@@ -71,6 +71,7 @@ logger = logging.getLogger("train_ppo")
 
 def train(config: Config, run: Run) -> None:
     """Set up, then the loop. Runs on every rank with the process group up."""
+    config = run.after_out_of_memory(config)
     with ExitStack() as owned:
         prompts = open_prompts(config, run)
         check_tokenizer_of_ref(config, run, prompts)

@@ -1,6 +1,7 @@
-"""How far this process has come: its phase, what it has got done, and the points it has passed.
+"""How far this process has come: its phase, what it has got done, the points it has passed, and how
+much it has in hand.
 
-Owns three facts that whoever watches the process reads from another thread. Must not know who reads
+Owns four facts that whoever watches the process reads from another thread. Must not know who reads
 them. They are counted by the code that does the work: a thread that beats by itself says nothing
 about the main thread.
 
@@ -21,6 +22,8 @@ class Progress:
         """pieces of work of any kind; only its changes mean something"""
         self.place = 0
         """points passed that every rank passes in the same order: who has fewer is behind"""
+        self.tokens = 0
+        """of the micro-batch that is computed, or was last"""
         self.entered = threading.Event()
         """set when a phase begins, for who wants to hear of it at once"""
         self.left_in: str | None = None

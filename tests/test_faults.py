@@ -1,5 +1,6 @@
 """Jobs under torchrun in which one rank raises, hangs or is stopped: the whole table (--full)."""
 
+import json
 import os
 import signal
 import subprocess
@@ -90,6 +91,37 @@ def test_a_rank_that_is_stopped_or_hangs_is_named_and_the_restart_resumes(tmp_pa
     _, said = again.communicate(timeout=150)
     assert again.returncode == 0, said
     assert [row["step"] for row in rows_of(run)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_out_of_memory_between_two_collectives_ends_the_job_and_the_restart_is_smaller(
+    tmp_path, ranks
+):
+    run, configured = tmp_path / "run", tmp_path / "configured"
+    shared = ("trainer.val_before_train=false", "trainer.test_freq=-1")
+    shared += ("actor.log_prob_max_token_len_per_gpu=256", "critic.ppo_max_token_len_per_gpu=256")
+    job = start(run, "1:update_actor:2:oom", *shared, ranks=ranks)
+    wait_until(lambda: (run / "oom.json").exists() or job.poll() is not None, 120)
+    struck = time.monotonic()
+    reason, _ = failed(run, job)
+    assert time.monotonic() - struck < 30
+    assert reason.startswith("rank 1 in step/update_actor: OutOfMemoryError: CUDA out of memory")
+    left = json.loads((run / "oom.json").read_text())
+    assert (left["rank"], left["phase"], left["budget"]) == (1, "update_actor", 128)
+    assert 0 < left["tokens"] <= 128
+    for folder, more in ((run, ()), (configured, ("actor.ppo_max_token_len_per_gpu=64",))):
+        again = start(folder, "9:none:1:raise", *shared, *more, ranks=ranks)
+        _, said = again.communicate(timeout=150)
+        assert again.returncode == 0, said
+        smaller = "actor.ppo_max_token_len_per_gpu is 64 instead of 128"
+        assert said.count(smaller) == (folder == run)
+    assert numbers_of(run) == numbers_of(configured) and len(numbers_of(run)) == 3
+
+
+def numbers_of(run: Path) -> list[dict[str, object]]:
+    """The rows without what depends on the clock."""
+    left = ("timing", "perf/", "memory", "rollout/", "reshard", "guard/")
+    return [{k: v for k, v in row.items() if not k.startswith(left)} for row in rows_of(run)]
 
 
 @pytest.mark.sglang

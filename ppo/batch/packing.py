@@ -189,7 +189,7 @@ class Batcher:
         """Tensors of one micro-batch, on the device; the one before has been launched."""
         PROGRESS.tick()
         PROGRESS.arrive()
-        return make_micro_batch(
+        micro = make_micro_batch(
             batch,
             indices,
             device=self.mesh.device,
@@ -197,6 +197,8 @@ class Batcher:
             sp=self.mesh.dims.sp,
             sp_rank=self.mesh.sp_rank,
         )
+        PROGRESS.tokens = micro.num_tokens
+        return micro
 
     def sum_of_sequence(self, micro: MicroBatch, values: Tensor) -> Tensor:
         """[K] -> [K]: the sum over the counted tokens of each token's sequence, also of those that

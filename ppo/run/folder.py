@@ -133,7 +133,7 @@ def lock_folder(folder: Path, *, patience_s: float | None = None) -> IO[str]:
     return file
 
 
-def set_aside(folder: Path) -> None:
+def set_aside(folder: Path, *, also: Sequence[str] = ()) -> None:
     """Move the record of an earlier run into a folder of its own, whole: nothing of it is lost.
 
     That folder is a run's folder as this one was; nothing happens where no run has left a result.
@@ -141,7 +141,7 @@ def set_aside(folder: Path) -> None:
     if not any((folder / name).exists() for name in RESULTS):
         return
     old = new_numbered(folder, "old")
-    for name in RECORD:
+    for name in (*RECORD, *also):
         if (folder / name).exists():
             (folder / name).rename(old / name)
     logger.warning("what an earlier run left in %s is now in %s", folder, old)

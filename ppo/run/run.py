@@ -32,6 +32,7 @@ from ppo.run.folder import (
     write_status,
 )
 from ppo.run.limits import make_watchdog
+from ppo.run.oom import OOM_FILE, is_out_of_memory, read_oom, with_smaller_budgets, write_oom
 from ppo.run.progress import progress_bar
 from ppo.run.signals import EXIT_INTERRUPTED, SignalWatch
 from ppo.run.status import Status
@@ -89,6 +90,8 @@ class Run:
         self._earlier: str | None = None
         """state that an earlier start has left"""
         self._status = Status(self.dir, mesh.rank)
+        self._halvings: dict[str, int] = {}
+        """of token budgets, by earlier starts that ran out of memory"""
         self._owned = ExitStack()
         self._watchdog: Watchdog | None = None
         self._signals = SignalWatch(
@@ -167,6 +170,17 @@ class Run:
         if tells:
             self._tell_launcher(text)
 
+    def after_out_of_memory(self, config: Config) -> Config:
+        """Collective: the configuration, with smaller token budgets where an earlier start of this
+        run has left oom.json. Raises InputError on all ranks when they cannot be smaller."""
+        anew = self._config.trainer.resume_mode == "disable" and not self.is_restart
+        mine = read_oom(self.dir) if self.mesh.rank == 0 and not anew else None
+        found = gather(mine, self.mesh.host_group)[0]
+        if found is None:
+            return config
+        self._halvings = found["halvings"]
+        return with_smaller_budgets(config, found, dp=self.mesh.dims.dp)
+
     def begin(self, *, step: int = 0, anew: bool = False) -> None:
         """Collective: this start is accepted, and from now on it writes the record.
 
@@ -196,7 +210,8 @@ class Run:
         if self.mesh.rank != 0:
             return
         if anew:
-            set_aside(self.record)
+            starts_over = self._config.trainer.resume_mode == "disable"
+            set_aside(self.record, also=(OOM_FILE,) if starts_over else ())
         replace_text(self.record / "config.yaml", to_yaml(self._config))
         record_start(
             self.record,
@@ -371,12 +386,30 @@ class Run:
         """
         if exception is None or isinstance(exception, StopRequested) or self._status.failure:
             return
+        self._note_memory(exception)
         text = str(_describe(exception))
         if self._watchdog is not None and is_of_communication(exception):
             text = self._watchdog.explained(text)
         # wrong input is said once, by whoever reports it to the user
         self._fail(text, level=_level_of(exception))
         logger.debug("failed", exc_info=exception)  # the file has the traceback of each rank
+
+    def _note_memory(self, exception: BaseException) -> None:
+        """Have the next start cut smaller micro-batches, where this rank's device is full."""
+        if not (self._status.is_ours and is_out_of_memory(exception)):
+            return
+        try:
+            write_oom(
+                self.dir,
+                self._config,
+                self._halvings,
+                dp=self.mesh.dims.dp,
+                rank=self.mesh.rank,
+                phase=(PROGRESS.left_in or "").rpartition("/")[2],
+                tokens=PROGRESS.tokens,
+            )
+        except OSError as error:  # the failure itself must be said all the same
+            logger.error("%s is not written: %s", OOM_FILE, error)
 
     def _end_well(self) -> None:
         """Wait for the others: a rank that fails now must not find a good end already written."""
