@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -59,11 +60,11 @@ def run_out_of_memory() -> None:
 
     reduce, seen = FSDPParamGroup.post_backward, [0]
 
-    def failing(group: FSDPParamGroup, *unused: object) -> None:
+    def failing(self: FSDPParamGroup, *unused: Any) -> None:
         seen[0] += 1
         if seen[0] == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Injected.")
-        reduce(group, *unused)
+        reduce(self, *unused)
 
     FSDPParamGroup.post_backward = failing
 
