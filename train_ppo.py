@@ -32,7 +32,7 @@ from ppo.batch.packing import Batcher, Batchers, make_batchers
 from ppo.batch.samples import RolloutBatch, Samples
 from ppo.batch.shares import overview_of, owners_of, share_out
 from ppo.check.preflight import run_check
-from ppo.config import Config, load_config, parse_args
+from ppo.config import Config, load_config, parse_args, values_of
 from ppo.data.prompts import total_steps_of
 from ppo.errors import InputError
 from ppo.forward_passes import response_logprobs, response_values
@@ -57,6 +57,7 @@ from ppo.state import (
     save_checkpoint,
 )
 from ppo.step_metrics import EngineAlarm, perf_metrics, summarise_batch
+from ppo.tracking.board import About
 from ppo.tracking.tracker import Tracker
 from ppo.update import (
     add_advantages,
@@ -102,8 +103,11 @@ def train(config: Config, run: Run) -> None:
         run.begin(step=state.step, anew=start is None or not checkpoints.owns(start))
         if start is not None and trains:
             checkpoints.make_newest(start)
+        names = config.trainer.project_name, config.trainer.experiment_name or run.dir.name
+        about = About(run.record, *names, config=values_of(config))
+        writes, loggers = run.mesh.rank == 0, config.trainer.logger
         tracker = owned.enter_context(
-            Tracker(run.record, enabled=run.mesh.rank == 0, loggers=config.trainer.logger)
+            Tracker(run.record, enabled=writes, loggers=loggers, about=about)
         )
         going_back = config.trainer.resume_path is not None
         after = None if start is None else state.step

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ppo.config import ENGINE_TRAITS, Config, Problem, RolloutConfig
+from ppo.config import ENGINE_TRAITS, PACKAGES_OF_LOGGERS, Config, Problem, RolloutConfig
 from ppo.data.columns import CHARS_PER_TOKEN, QUICK_ROWS, check_data_files, parse_row
 from ppo.data.rows import DataError, find_files, read_rows
 from ppo.data.tokenizer import token_difference
@@ -35,7 +35,21 @@ def missing_files(config: Config) -> list[Problem]:
     if resume is not None and not _holds_checkpoint(Path(resume)):
         rule = "no checkpoint there" if Path(resume).is_dir() else "no such folder"
         found.append(Problem("trainer.resume_mode", resume, rule, "or use auto or disable"))
-    return [*found, *_missing_package(config.rollout)]
+    return [*found, *_missing_package(config.rollout), *_missing_trackers(config)]
+
+
+def _missing_trackers(config: Config) -> Iterator[Problem]:
+    for name in config.trainer.logger:
+        if name in PACKAGES_OF_LOGGERS and not _is_installed(name):
+            rule = f"the package {name} is not installed"
+            fix = f"pip install -e '.[{name}]', or leave it out"
+            yield Problem("trainer.logger", name, rule, fix)
+
+
+def _is_installed(package: str) -> bool:
+    """A folder of that name, as wandb leaves one where it runs offline, is no package."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def _missing_package(rollout: RolloutConfig) -> Iterator[Problem]:

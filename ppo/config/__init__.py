@@ -46,6 +46,7 @@ __all__ = [
     "ESTIMATOR_NEEDS",
     "FIRES_WINDOW",
     "MEMORY",
+    "PACKAGES_OF_LOGGERS",
     "ActorConfig",
     "AdvEstimator",
     "AlgorithmConfig",

@@ -61,10 +61,6 @@ NOT_BUILT = {
     "trainer.alarms": NotBuilt(None),
 }
 
-NOT_BUILT_VALUES = {
-    "trainer.logger": {"wandb", "trackio", "mlflow", "swanlab"},
-}
-
 
 class Foreign(NamedTuple):
     """What replaces a key of another trainer."""

@@ -15,7 +15,7 @@ import yaml
 
 from ppo.config.bounds import broken_rule, home_expanded
 from ppo.config.fields import Problem, short
-from ppo.config.foreign import NOT_BUILT_VALUES, foreign, is_read_inside, not_built
+from ppo.config.foreign import foreign, is_read_inside, not_built
 from ppo.config.root import Config
 from ppo.config.schema import build, nest, schema, section_paths
 from ppo.config.text import Plain, parse
@@ -116,11 +116,7 @@ class Reader:
         try:
             value = coerce(duration(raw) if key.is_duration else raw, key.hint)
         except Mismatch as mismatch:
-            texts = raw if isinstance(raw, list) else [raw]
-            unbuilt = sorted(NOT_BUILT_VALUES.get(path, set()).intersection(map(str, texts)))
-            fix = f"{', '.join(unbuilt)} is not built yet" if unbuilt else mismatch.fix
-            if key.is_duration:
-                fix = "seconds, or [D-]HH:MM:SS"
+            fix = "seconds, or [D-]HH:MM:SS" if key.is_duration else mismatch.fix
             if mismatch.at:
                 self._problem(f"{path}.{mismatch.at}", _plain(mismatch.value), mismatch.rule, fix)
                 self.bad.add(path)

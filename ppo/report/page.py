@@ -16,8 +16,8 @@ from ppo.report import charts
 from ppo.report.charts import grid_chart, line_chart, short, spark, stacked_chart
 from ppo.report.downsample import grid_of, points_of
 from ppo.report.panels import PANELS, lines_of, memory_panel, span_of, time_lines
-from ppo.report.record import Event, Record
-from ppo.report.samples import Room, sample_html, training_samples, validation_samples
+from ppo.report.record import Event, Record, sample_files
+from ppo.report.samples import Room, sample_html, shown_samples
 from ppo.report.style import SCRIPT, style
 
 LARGEST_BYTES = 1_000_000
@@ -25,6 +25,8 @@ MOST_EVENTS = 60
 """lines of the table of events of a run"""
 MOST_KINDS = 12
 """lines of the time axis of events"""
+SPLITS = {"train": "training", "val": "validation"}
+MOST_SPLITS = 6
 MOST_CONFIG_LETTERS = 60_000
 
 
@@ -226,12 +228,11 @@ def _samples(records: Sequence[Record], detail: Detail) -> str:
     )
 
     def cards(record: Record) -> str:
-        found = []
-        for label, pick in (("training", training_samples), ("validation", validation_samples)):
-            shown = pick(record.folder, detail.moments)
-            if shown:
-                found.append(f"<h3>{label}</h3>")
-                found += [sample_html(each, detail.room) for each in shown]
+        splits, found = sample_files(record.folder), []
+        for split, files in list(splits.items())[:MOST_SPLITS]:
+            moments = detail.moments if len(splits) < 3 or split == "train" else 1
+            found.append(f"<h3>{escape(SPLITS.get(split, split))}</h3>")
+            found += [sample_html(each, detail.room) for each in shown_samples(files, moments)]
         return "".join(found) or "<p>no samples</p>"
 
     return choice + _beside(records, cards)

@@ -6,6 +6,7 @@ any of it is shown.
 
 import json
 import math
+import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import yaml
 
 EVENT_ROOMS = ("guard/", "alarm/", "alarms/")
 """metrics of these names are events where they change"""
+SAMPLES = re.compile(r"(train|val(?:-[^/]+)?)_(\d{8,})\.jsonl")
 REWARD_FAILURES = ("reward/failed", "reward/timeout")
 
 
@@ -120,14 +122,13 @@ def load_record(folder: Path) -> Record:
     )
 
 
-def sample_files(folder: Path, split: str) -> dict[int, Path]:
-    """Files of samples by step, ascending; split is train or val."""
-    found = {}
-    for path in (folder / "samples").glob(f"{split}_*.jsonl"):
-        digits = path.stem.removeprefix(f"{split}_")
-        if digits.isdecimal():
-            found[int(digits)] = path
-    return dict(sorted(found.items()))
+def sample_files(folder: Path) -> dict[str, dict[int, Path]]:
+    """Files of samples by split (train, val, val-NAME) and step, both ascending."""
+    found: dict[str, dict[int, Path]] = {}
+    for path in sorted((folder / "samples").glob("*.jsonl")):
+        if match := SAMPLES.fullmatch(path.name):
+            found.setdefault(match[1], {})[int(match[2])] = path
+    return {split: dict(sorted(files.items())) for split, files in found.items()}
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppo.report.charts import short
-from ppo.report.record import read_samples, sample_files
+from ppo.report.record import read_samples
 
 STRENGTHS = 6
 """shades of a token's KL and advantage"""
@@ -33,23 +33,13 @@ class Room(NamedTuple):
     letters: int
 
 
-def training_samples(folder: Path, most_moments: int) -> list[Shown]:
-    """Best, worst and another one of the first, last, and middle logged steps."""
-    return _at_moments(sample_files(folder, "train"), most_moments)
-
-
-def validation_samples(folder: Path, most_moments: int) -> list[Shown]:
-    """The same of validations; the newest has all of its prompts to choose from."""
-    return _at_moments(sample_files(folder, "val"), most_moments)
-
-
-def _at_moments(files: Mapping[int, Path], most: int) -> list[Shown]:
+def shown_samples(files: Mapping[int, Path], most_moments: int) -> list[Shown]:
+    """Best, worst and another one of the first, last, and middle steps of the files."""
     steps = list(files)
-    if not steps or most < 1:
-        return []
     last = len(steps) - 1
-    indices = {round(last * i / max(1, most - 1)) for i in range(most)} if most > 1 else {last}
-    found = [list(choose(read_samples(files[steps[i]]), steps[i])) for i in sorted(indices)]
+    parts = max(1, most_moments - 1)
+    indices = {round(last * i / parts) for i in range(most_moments)} if most_moments > 1 else {last}
+    found = [choose(read_samples(files[steps[i]]), steps[i]) for i in sorted(indices)]
     return [shown for moment in found for shown in moment]
 
 

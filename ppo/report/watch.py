@@ -130,10 +130,7 @@ def _phases(record: Record, width: int) -> Iterator[str]:
 
 
 def _last_samples(record: Record, width: int) -> Iterator[str]:
-    for split in ("train", "val"):
-        files = sample_files(record.folder, split)
-        if not files:
-            continue
+    for split, files in list(sample_files(record.folder).items())[:2]:
         step = max(files)
         for row in read_samples(files[step])[:2]:
             yield f"{split} sample of step {step}: reward {row.get('score')}, " + (

@@ -28,7 +28,7 @@ Outcome = Literal["running", "finished", "preempted", "stopped", "interrupted", 
 LOCK_PATIENCE_S = {True: 10.0, False: 120.0}
 """how long a start waits for a job on this host, or on another, to be gone: a file server keeps the
 locks of a node that has crashed for a while"""
-RESULTS = ("checkpoints", "metrics.jsonl", "histograms.jsonl", "samples", "tensorboard")
+RESULTS = ("checkpoints", "metrics.jsonl", "histograms.jsonl", "samples", "tensorboard", "trackers")
 RECORD = (*RESULTS, "config.yaml", "starts.jsonl", "status.json")
 """the files of a run that belong together; logs are of processes, and go on"""
 LONGEST_REASON = 2000

@@ -1,4 +1,4 @@
-"""Where a step's numbers go: console line, JSON lines, TensorBoard, samples.
+"""Where a step's numbers go: console line, JSON lines, samples, and trackers.
 
 Owns formats and files under the run folder; writes on one rank only. Must not know how a number
 came about (ppo/metrics.py) or what it means.
@@ -13,13 +13,16 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ppo.files import new_file, new_numbered
+from ppo.files import new_file, new_numbered, replace_text
+from ppo.tracking.board import About, Background, Bins, Board
+from ppo.tracking.mlflow import Mlflow
 from ppo.tracking.step_file import StepFile, json_line, lines_of
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from ppo.tracking.swanlab import Swanlab
+from ppo.tracking.tensorboard import TensorBoard
+from ppo.tracking.trackio import Trackio
+from ppo.tracking.wandb import Wandb
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,8 @@ NUM_BINS = 32
 """of a line of histograms.jsonl"""
 UNDONE = ("guard/rolled_back", 1.0)
 """in the rows of steps that a rollback has undone"""
+TRACKERS = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow, "swanlab": Swanlab}
+"""of trainer.logger, each the name of the package that it needs"""
 _SAMPLES = re.compile(r"(?:train|val(?:-[A-Za-z0-9_-]+)?)_(\d{8,})\.jsonl")
 
 
@@ -43,14 +48,21 @@ class Tracker:
     next one.
     """
 
-    def __init__(self, folder: Path, *, enabled: bool, loggers: Collection[str]) -> None:
-        """`loggers`: any of console, jsonl, tensorboard."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        enabled: bool,
+        loggers: Collection[str],
+        about: About | None = None,
+    ) -> None:
+        """`loggers`: any of console, jsonl, tensorboard, and TRACKERS. `about`: for these."""
         self._folder = folder
+        self._about = about or About(folder, "ppo", folder.name)
         self._loggers = frozenset(loggers) if enabled else frozenset()
         self._writes_samples = enabled
         self._resumed_at: int | None = None
-        self._purge_step: int | None = None
-        self._writer: SummaryWriter | None = None
+        self._boards: dict[str, Board] = {}
         self._metrics = StepFile(folder / "metrics.jsonl")
         self._histograms = StepFile(folder / "histograms.jsonl")
         self._said: set[str] = set()
@@ -58,10 +70,10 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        if self._writer is not None:
-            with self._saying("tensorboard"):
-                self._writer.close()
+    def __exit__(self, kind: object, *exception: object) -> None:
+        for name, board in self._boards.items():
+            with self._saying(name):
+                board.close(failed=kind is not None)
         for file in (self._metrics, self._histograms):
             if file.waiting:
                 with self._saying(file.path.name):
@@ -83,7 +95,10 @@ class Tracker:
         if not self._writes_samples:
             return
         last = -1 if after is None else after
-        self._resumed_at, self._purge_step = after, last + 1
+        self._resumed_at = after
+        self._about = self._about._replace(first_step=last + 1)
+        if after is None or keep:  # another run than the trackers have
+            shutil.rmtree(self._folder / "trackers", ignore_errors=True)
         files = {file: list(lines_of(file.read())) for file in (self._metrics, self._histograms)}
         alien = [(f, line) for f, lines in files.items() for line in lines if line.step is None]
         is_later = any((line.step or 0) > last for lines in files.values() for line in lines)
@@ -131,20 +146,39 @@ class Tracker:
             with self._saying(self.metrics_file.name):
                 write = self._metrics.amend if step == self._resumed_at else self._metrics.add
                 write({"step": step} | finite)
-        with self._saying("tensorboard"):
-            if writer := self._tensorboard():
-                for name, value in values.items():
-                    writer.add_scalar(name, value, step)
-                writer.flush()
+        for name in self._board_names:
+            with self._saying(name):
+                self._board(name).log(step, values)
+
+    @property
+    def _board_names(self) -> list[str]:
+        return [name for name in ("tensorboard", *TRACKERS) if name in self._loggers]
+
+    def _board(self, name: str) -> Board:
+        """The board of that name; begun when it is first needed, after `truncate`."""
+        if name not in self._boards:
+            if name == "tensorboard":
+                self._boards[name] = TensorBoard(self._about)
+            else:
+                self._boards[name] = self._in_background(name)
+        return self._boards[name]
+
+    def _in_background(self, name: str) -> Board:
+        file = self._folder / "trackers" / name
+        known = file.read_text(encoding="utf-8").strip() if file.is_file() else None
+        about = self._about._replace(run_id=known)
+        return Background(
+            name, lambda: TRACKERS[name](about), lambda run_id: replace_text(file, run_id + "\n")
+        )
 
     def mark_undone(self, after: int) -> None:
         """Set guard/rolled_back in the rows of all steps after that one."""
         if "jsonl" in self._loggers:
             with self._saying(self.metrics_file.name):
                 self._metrics.mark(after, UNDONE)
-        with self._saying("tensorboard"):
-            if writer := self._tensorboard():
-                writer.add_scalar(*UNDONE, after)
+        for name in self._board_names:
+            with self._saying(name):
+                self._board(name).log(after, dict([UNDONE]))
 
     @contextmanager
     def _saying(self, what: str) -> Iterator[None]:
@@ -152,8 +186,7 @@ class Tracker:
         try:
             yield
         except OSError as error:
-            if what == "tensorboard":
-                self._writer = None  # its thread has ended; the next step begins a new file
+            self._boards.pop(what, None)  # TensorBoard's thread has ended: begun anew, a new file
             if what not in self._said:
                 self._said.add(what)
                 logger.warning("%s cannot be written (said once): %s", self._folder / what, error)
@@ -161,7 +194,7 @@ class Tracker:
     def samples(
         self, step: int, rows: Sequence[Mapping[str, Any]], *, split: str, num_text: int
     ) -> None:
-        """Write samples/SPLIT_STEP.jsonl, and the first `num_text` rows as TensorBoard text.
+        """Write samples/SPLIT_STEP.jsonl, and the first `num_text` rows to the trackers.
 
         Args:
             rows: JSON-able, one sample each; "prompt", "response" and "score" are shown.
@@ -174,41 +207,33 @@ class Tracker:
             new_file(self._folder / "samples" / f"{split}_{step:08d}.jsonl") as beside,
         ):
             beside.write_bytes(b"".join(map(json_line, rows)))
-        with self._saying("tensorboard"):
-            if num_text and (writer := self._tensorboard()):
-                text = "\n\n---\n\n".join(_as_markdown(row) for row in rows[:num_text])
-                writer.add_text(f"samples/{split}", text.encode("utf-8", "replace").decode(), step)
+        for name in self._board_names if num_text else ():
+            with self._saying(name):
+                self._board(name).samples(step, split, rows[:num_text])
 
     def histogram(self, step: int, name: str, values: Sequence[float]) -> None:
-        """Write a distribution to histograms.jsonl and TensorBoard, without values beyond
+        """Write a distribution to histograms.jsonl and the trackers, without values beyond
         LARGEST_BIN."""
         finite = [value for value in values if abs(value) < LARGEST_BIN]
-        if finite and "jsonl" in self._loggers:
+        if not finite or not self._loggers:
+            return
+        bins = counted(finite)
+        if "jsonl" in self._loggers:
+            row = {"low": bins.low, "high": bins.high, "counts": bins.counts}
             with self._saying(self._histograms.path.name):
-                self._histograms.add({"step": step, "name": name} | counted(finite))
-        with self._saying("tensorboard"):
-            if finite and (writer := self._tensorboard()):
-                import numpy as np
-
-                writer.add_histogram(name, np.asarray(finite), step)
-
-    def _tensorboard(self) -> SummaryWriter | None:
-        if self._writer is None and "tensorboard" in self._loggers:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import, one rank needs it
-
-            self._writer = SummaryWriter(
-                str(self._folder / "tensorboard"), purge_step=self._purge_step
-            )
-        return self._writer
+                self._histograms.add({"step": step, "name": name} | row)
+        for board in self._board_names:
+            with self._saying(board):
+                self._board(board).histogram(step, name, bins)
 
 
-def counted(values: Sequence[float]) -> dict[str, Any]:
-    """{"low", "high", "counts"}: how many lie in each of NUM_BINS equal bins between both."""
+def counted(values: Sequence[float]) -> Bins:
+    """How many lie in each of NUM_BINS equal bins between the smallest and the largest."""
     low, high, counts = min(values), max(values), [0] * NUM_BINS
     width = (high - low) / NUM_BINS or 1.0
     for value in values:
         counts[min(NUM_BINS - 1, int((value - low) / width))] += 1
-    return {"low": low, "high": high, "counts": counts}
+    return Bins(low, high, counts, values)
 
 
 def console_line(step: int, values: Mapping[str, float]) -> str:
@@ -238,13 +263,3 @@ def console_line(step: int, values: Mapping[str, float]) -> str:
     if "perf/max_memory_allocated_gb" in values:
         parts.append(f"{values['perf/max_memory_allocated_gb']:.1f} GiB")
     return " | ".join(parts)
-
-
-def _as_markdown(row: Mapping[str, Any]) -> str:
-    """One sample as TensorBoard shows text: indented blocks, so that nothing is interpreted."""
-    blocks = [f"**score** {row['score']}"] if "score" in row else []
-    for key in ("prompt", "response", "ground_truth"):
-        if key in row:
-            indented = "\n".join("    " + line for line in str(row[key]).splitlines())
-            blocks.append(f"**{key}**\n\n{indented}")
-    return "\n\n".join(blocks)

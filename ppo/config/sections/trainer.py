@@ -19,7 +19,9 @@ from ppo.config.bounds import (
 )
 from ppo.config.fields import MayChange, Section, seconds
 
-LoggerName = Literal["console", "jsonl", "tensorboard"]
+LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
+PACKAGES_OF_LOGGERS = ("wandb", "trackio", "mlflow", "swanlab")
+"""loggers that need the package of their name"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,8 @@ class TrainerConfig(Section):
     logger: MayChange[list[LoggerName]] = field(
         default_factory=lambda: ["console", "jsonl", "tensorboard"]
     )
-    """where metrics go"""
+    """where metrics go: wandb, trackio, mlflow and swanlab need their package, and read their own
+    environment variables (WANDB_MODE=offline, MLFLOW_TRACKING_URI, ...)"""
     project_name: MayChange[FilePath] = "ppo"
     """folder of related runs"""
     experiment_name: MayChange[FilePath | None] = None

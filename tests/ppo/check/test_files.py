@@ -1,13 +1,15 @@
 """`--check` looks at the files that are there as a start does, without torch or transformers."""
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from ppo.check.files import missing_files
 from ppo.check.preflight import run_check
-from ppo.config import parse_args
+from ppo.config import PACKAGES_OF_LOGGERS, load_config, parse_args
 from ppo.model_shapes import TINY
 
 
@@ -66,3 +68,16 @@ def test_prompts_that_are_all_too_long_are_warned_about_without_transformers(tmp
     (tmp_path / "tokenizer.json").write_text("{")
     assert run_check(parse_args(base)) == 0
     assert "tokenizer.json cannot be read" in capsys.readouterr().out
+
+
+def test_a_tracker_whose_package_is_missing_is_said_before_a_start(tmp_path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    absent = [name for name in PACKAGES_OF_LOGGERS if importlib.util.find_spec(name) is None]
+    for name in absent:
+        (tmp_path / name).mkdir()  # as wandb leaves one in the folder of an offline run
+    overrides = ["model.path=tiny", "data.train_files=tiny"]
+    names = ", ".join(["jsonl", *absent])
+    config = load_config(None, [*overrides, f"trainer.logger=[{names}]", "rollout.engine=torch"])
+    found = [problem for problem in missing_files(config) if problem.path == "trainer.logger"]
+    assert [problem.value for problem in found] == absent
+    assert all(f"pip install -e '.[{p.value}]'" in str(p) for p in found)

@@ -29,7 +29,9 @@ def make_run(
             metrics.write(json.dumps(_row(step, steps, num_extra, rng)) + "\n")
             for name, scale in (("score", 1.0), ("response_length", 900.0)):
                 values = [scale * rng.betavariate(1 + 3 * step / steps, 2) for _ in range(64)]
-                histograms.write(json.dumps({"step": step, "name": name} | counted(values)) + "\n")
+                bins = counted(values)
+                row = {"step": step, "name": name, "low": bins.low, "high": bins.high}
+                histograms.write(json.dumps(row | {"counts": bins.counts}) + "\n")
             _write_samples(folder / "samples" / f"train_{step:08d}.jsonl", 4, num_tokens, rng)
             if step % 100 == 0 or step == steps:
                 _write_samples(folder / "samples" / f"val_{step:08d}.jsonl", 64, 0, rng)
