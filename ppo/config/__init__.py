@@ -38,7 +38,12 @@ from ppo.config.sections.model import (
 )
 from ppo.config.sections.reward import RewardConfig, RewardFunctionConfig
 from ppo.config.sections.rollout import ENGINE_TRAITS, EngineTraits, RolloutConfig
-from ppo.config.sections.trainer import CheckConfig, EarlyStopConfig, TrainerConfig
+from ppo.config.sections.trainer import (
+    PACKAGES_OF_LOGGERS,
+    CheckConfig,
+    EarlyStopConfig,
+    TrainerConfig,
+)
 
 __all__ = [
     "CORRECTION_PRESETS",
