@@ -17,12 +17,12 @@ from typing import Any
 
 from ppo.files import new_file, new_numbered, replace_text
 from ppo.tracking.board import About, Background, Bins, Board
-from ppo.tracking.mlflow import Mlflow
+from ppo.tracking.mlflow_board import Mlflow
 from ppo.tracking.step_file import StepFile, json_line, lines_of
-from ppo.tracking.swanlab import Swanlab
+from ppo.tracking.swanlab_board import Swanlab
 from ppo.tracking.tensorboard import TensorBoard
-from ppo.tracking.trackio import Trackio
-from ppo.tracking.wandb import Wandb
+from ppo.tracking.trackio_board import Trackio
+from ppo.tracking.wandb_board import Wandb
 
 logger = logging.getLogger(__name__)
 
