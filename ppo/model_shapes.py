@@ -32,6 +32,9 @@ TINY: dict[str, Any] = {
 }
 
 
+ROPE_OF_LONGEST = ("longrope", "su", "dynamic")
+"""kinds of rotary embedding whose frequencies follow from the longest sequence of a batch"""
+
 # SGLang counts its last token and a reserve into the context; prompt + response never exceed
 # rollout.max_model_len.
 CONTEXT_MARGIN = 8
@@ -219,6 +222,30 @@ def parse_shape(config: dict[str, Any]) -> ModelShape:
         tied=config.get("tie_word_embeddings", model_type.startswith("gemma")),
         layer_params=mlp + _attention(config, attention),
     )
+
+
+def rope_problem(config: dict[str, Any], longest: int) -> str | None:
+    """Why sequences of up to `longest` tokens are not the same in this model whatever is beside
+    them; None where they are.
+
+    config: the keys of a config.json. Some kinds of rotary embedding take the frequencies of every
+    token from the longest sequence of the batch: a packed row, a padded one and the batches of an
+    engine would all differ.
+    """
+    config = {**config, **(config.get("text_config") or {})}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for kind in [r for r in rope.values() if isinstance(r, dict)] or [rope]:
+        name = kind.get("rope_type", kind.get("type"))
+        limit = kind.get("original_max_position_embeddings")
+        limit = limit or config.get("original_max_position_embeddings")
+        limit = limit or config.get("max_position_embeddings")
+        if name in ROPE_OF_LONGEST and limit is not None and longest > limit:
+            return (
+                f"its rotary embedding ({name}) gives all tokens of a batch other frequencies as "
+                f"soon as one sequence is longer than {limit} tokens; let data.max_prompt_length + "
+                f"data.max_response_length be at most that, not {longest}"
+            )
+    return None
 
 
 def _attention(config: dict[str, Any], shape: AttentionShape) -> int:

@@ -85,6 +85,26 @@ def test_what_only_a_run_can_find_is_said_once_and_without_a_traceback(run_main,
     assert len(said) == 1, err
 
 
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_frequencies_that_follow_from_the_longest_sequence_of_a_batch_are_refused(
+    run_main, tmp_path, kind
+):
+    """In the file, which a check reads, and by a key, which a start alone sees."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    rope |= {"original_max_position_embeddings": 48}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
+    folder = build_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    words = (str(folder), kind, "longer than 48 tokens", "not 64")
+    _, by_key = run_main(
+        f"model.path={folder}", f"model.override_config={{rope_parameters: {rope}}}"
+    )
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    code, by_file = run_main(f"model.path={folder}")
+    assert code == 2 and by_file.startswith("configuration: 1 problem")
+    assert all(word in by_key and word in by_file for word in words), (by_key, by_file)
+
+
 def test_a_teacher_that_reads_other_tokens_or_fewer_is_refused(run_main, tmp_path):
     opd = ("algorithm.adv_estimator=opd", "data.val_files=[]")
     code, err = run_main(*opd)

@@ -6,6 +6,7 @@ Owns looking, not loading: must not load a model or import transformers.
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,7 @@ from ppo.config import ENGINE_TRAITS, PACKAGES_OF_LOGGERS, Config, Problem, Roll
 from ppo.data.columns import CHARS_PER_TOKEN, QUICK_ROWS, check_data_files, parse_row
 from ppo.data.rows import DataError, find_files, read_rows
 from ppo.data.tokenizer import token_difference
-from ppo.model_shapes import config_json, file_of_model
+from ppo.model_shapes import config_json, file_of_model, rope_problem
 from ppo.plugin import PluginError, parse_plugin
 from ppo.rewards.contract import Function, RewardError
 from ppo.rewards.function import check_function, functions_of
@@ -82,7 +83,21 @@ def wrong_contents(config: Config) -> list[Problem]:
             check_function(function)
         except RewardError as error:
             found.append(Problem("reward.function.path", function.path, str(error)))
-    return [*found, *_tokens_of_ref(config)]
+    return [*found, *_tokens_of_ref(config), *_ropes(config)]
+
+
+def _ropes(config: Config) -> Iterator[Problem]:
+    """Models that are here and whose sequences would not be the same in every batch."""
+    for role in config.models.values():
+        file = config_json(role.path)
+        if file is None or (role.path == config.model.path and role.path_key != "model.path"):
+            continue
+        try:
+            problem = rope_problem(json.loads(file.read_bytes()), config.data.max_length)
+        except (ValueError, TypeError, AttributeError):  # said where its sizes are read
+            continue
+        if problem is not None:
+            yield Problem(role.path_key, role.path, problem)
 
 
 def _tokens_of_ref(config: Config) -> Iterator[Problem]:

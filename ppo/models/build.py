@@ -8,6 +8,7 @@ Letters: N packed tokens of this rank, b x S padded tokens, D documents, K score
 """
 
 import logging
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -48,6 +49,8 @@ __all__ = ["build_causal_lm", "build_value_model", "is_packable", "load_hf_confi
 
 logger = logging.getLogger(__name__)
 
+_RANDOM_KEY = re.compile(r"dropout|pdrop$|layerdrop|jitter")
+
 
 def vocabulary_of(path: str | Path, model_config: ModelConfig) -> int | None:
     """Token ids of a model, read from its configuration; None where that does not say."""
@@ -58,7 +61,8 @@ def vocabulary_of(path: str | Path, model_config: ModelConfig) -> int | None:
 def load_hf_config(path: str | Path, model_config: ModelConfig) -> Any:
     """transformers' configuration of a folder or hub name, with model.override_config applied.
 
-    Dropout is set to 0: the ratio of the first mini-batch has to be exactly 1.
+    What is drawn at random in training (dropout, skipped layers, noise of a router) is set to 0:
+    the ratio of the first mini-batch has to be exactly 1.
     Raises InputError when there is no such model or a key to override does not exist.
     """
     from transformers import AutoConfig
@@ -73,10 +77,17 @@ def load_hf_config(path: str | Path, model_config: ModelConfig) -> Any:
             raise InputError(f"model.override_config.{key}: {path} has no such key")
         setattr(config, key, value)
     for key, value in config.to_dict().items():
-        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float) and value > 0:
+        if _RANDOM_KEY.search(key) and isinstance(value, float) and value > 0:
             logger.info("%s: %s=%s is set to 0", path, key, value)
             setattr(config, key, 0.0)
     text = config.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        logger.warning(
+            "%s: output_router_logits: what balances its experts (router_aux_loss_coef=%s) is no "
+            "part of the losses here, which never look at it",
+            path,
+            getattr(text, "router_aux_loss_coef", None),
+        )
     if (getattr(text, "pad_token_id", None) or 0) >= getattr(text, "vocab_size", sys.maxsize):
         logger.info("%s: pad_token_id=%s is no id of the model", path, text.pad_token_id)
         text.pad_token_id = None  # else its embedding could not be built; nothing pads with it

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import MixtralConfig, OPTConfig
 
 from ppo.config import FsdpConfig, MixedPrecisionConfig, ModelConfig
 from ppo.errors import InputError
@@ -314,6 +315,13 @@ def test_a_configuration_that_does_not_load_is_wrong_input(tmp_path, text, words
         load_hf_config(tmp_path, model_config(tmp_path))
 
 
-def test_dropout_is_switched_off(tmp_path):
+def test_what_is_random_in_training_is_switched_off(tmp_path, caplog):
     folder = save_model(tmp_path / "llama", "llama", attention_dropout=0.3)
     assert load_hf_config(folder, model_config(folder)).attention_dropout == 0.0
+    noise = {"router_jitter_noise": 0.1, "output_router_logits": True, "router_aux_loss_coef": 0.02}
+    MixtralConfig(**noise).save_pretrained(tmp_path / "mixtral")
+    folder = tmp_path / "mixtral"
+    assert load_hf_config(folder, model_config(folder)).router_jitter_noise == 0.0
+    assert "router_aux_loss_coef=0.02) is no part of the losses" in caplog.text
+    OPTConfig(layerdrop=0.1).save_pretrained(tmp_path / "opt")
+    assert load_hf_config(tmp_path / "opt", model_config(tmp_path / "opt")).layerdrop == 0.0
