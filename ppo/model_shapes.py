@@ -32,8 +32,18 @@ TINY: dict[str, Any] = {
 }
 
 
+WITHOUT_WINDOWS = frozenset(
+    (
+        *("mistral", "mixtral", "ministral", "ministral3", "starcoder2", "phi3", "phimoe"),
+        *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "olmo3", "cohere2"),
+    )
+)
+"""families with sliding windows that SGLang 0.5.23 runs with none, or with other ones"""
 ROPE_OF_LONGEST = ("longrope", "su", "dynamic")
 """kinds of rotary embedding whose frequencies follow from the longest sequence of a batch"""
+
+UNREADABLE = (ValueError, TypeError, ArithmeticError, AttributeError, RecursionError)
+"""what a config.json raises that is none of a model"""
 
 # SGLang counts its last token and a reserve into the context; prompt + response never exceed
 # rollout.max_model_len.
@@ -155,7 +165,7 @@ def find_shape(path: str) -> tuple[ModelShape, str] | None:
     if found is not None:
         try:
             return parse_shape(json.loads(found.read_text(encoding="utf-8"))), str(found)
-        except (ValueError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"{found} does not describe a language model: {error}") from error
     table = yaml.safe_load(SHAPES_FILE.read_text(encoding="utf-8"))
     if path in table:
@@ -245,6 +255,26 @@ def rope_problem(config: dict[str, Any], longest: int) -> str | None:
                 f"soon as one sequence is longer than {limit} tokens; let data.max_prompt_length + "
                 f"data.max_response_length be at most that, not {longest}"
             )
+    return None
+
+
+def window_problem(config: dict[str, Any], longest: int) -> str | None:
+    """Why SGLang would generate from another distribution than the model's; None where it does not.
+
+    config, longest: as `rope_problem`.
+    """
+    config = {**config, **(config.get("text_config") or {})}
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    has_windows = config.get("use_sliding_window", True) and (
+        kinds is None or "sliding_attention" in kinds
+    )
+    name = config.get("model_type")
+    if name in WITHOUT_WINDOWS and has_windows and window is not None and longest > window:
+        return (
+            f"SGLang does not have the attention windows of {name} ({window} tokens): let "
+            f"data.max_prompt_length + data.max_response_length be at most that, not {longest}, "
+            "or use rollout.engine=torch"
+        )
     return None
 
 

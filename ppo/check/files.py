@@ -16,7 +16,7 @@ from ppo.config import ENGINE_TRAITS, PACKAGES_OF_LOGGERS, Config, Problem, Roll
 from ppo.data.columns import CHARS_PER_TOKEN, QUICK_ROWS, check_data_files, parse_row
 from ppo.data.rows import DataError, find_files, read_rows
 from ppo.data.tokenizer import token_difference
-from ppo.model_shapes import config_json, file_of_model, rope_problem
+from ppo.model_shapes import UNREADABLE, config_json, file_of_model, rope_problem, window_problem
 from ppo.plugin import PluginError, parse_plugin
 from ppo.rewards.contract import Function, RewardError
 from ppo.rewards.function import check_function, functions_of
@@ -83,21 +83,26 @@ def wrong_contents(config: Config) -> list[Problem]:
             check_function(function)
         except RewardError as error:
             found.append(Problem("reward.function.path", function.path, str(error)))
-    return [*found, *_tokens_of_ref(config), *_ropes(config)]
+    return [*found, *_tokens_of_ref(config), *_lengths(config)]
 
 
-def _ropes(config: Config) -> Iterator[Problem]:
-    """Models that are here and whose sequences would not be the same in every batch."""
+def _lengths(config: Config) -> Iterator[Problem]:
+    """Models that are here and whose sequences would not be the same in every batch or engine."""
+    longest = config.data.max_length
     for role in config.models.values():
         file = config_json(role.path)
         if file is None or (role.path == config.model.path and role.path_key != "model.path"):
             continue
         try:
-            problem = rope_problem(json.loads(file.read_bytes()), config.data.max_length)
-        except (ValueError, TypeError, AttributeError):  # said where its sizes are read
+            keys = json.loads(file.read_bytes())
+            ropes, windows = rope_problem(keys, longest), window_problem(keys, longest)
+        except UNREADABLE:  # said where its sizes are read
             continue
-        if problem is not None:
-            yield Problem(role.path_key, role.path, problem)
+        if ropes is not None:
+            yield Problem(role.path_key, role.path, ropes)
+        kind = config.rollout.engine_kind(cuda=True)
+        if windows is not None and kind == "sglang" and role.path_key == "model.path":
+            yield Problem("rollout.engine", kind, windows)
 
 
 def _tokens_of_ref(config: Config) -> Iterator[Problem]:

@@ -2,13 +2,14 @@
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ppo.config import Config
 from ppo.engines.contract import Engine
 from ppo.errors import InputError
+from ppo.model_shapes import rope_problem, window_problem
 from sharding.agree import together
 from sharding.mesh import Mesh
 
@@ -32,8 +33,15 @@ def build_engine(
 
     `module` is the sharded actor with its Hugging Face `config`; model_path is the folder that has
     this configuration as a file, and run_dir takes the engine's log.
+    Raises InputError where engine and trainer would not see a sequence alike.
     """
     kind = config.rollout.engine_kind(cuda=mesh.device.type == "cuda")
+    hf_config: Any = module.config
+    keys, longest = hf_config.to_dict(), config.data.max_length
+    if problem := rope_problem(keys, longest):
+        raise InputError(f"model.path = {config.model.path}: {problem}")
+    if kind == "sglang" and (problem := window_problem(keys, longest)):
+        raise InputError(f"rollout.engine = {kind}: {problem}")
     if config.rollout.engine == "auto":
         logger.info("rollout.engine=auto: %s", kind)
     match kind:  # an engine is imported where it is asked for

@@ -11,7 +11,6 @@ from torch import nn
 
 from ppo.config import Config, ModelRole
 from ppo.errors import InputError
-from ppo.model_shapes import rope_problem
 from ppo.models.build import (
     build_causal_lm,
     build_value_model,
@@ -59,7 +58,7 @@ def build_models(
     options = {role.name: build_options(config, role) for role in roles.values()}
     folder = model_folder(roles["actor"].path, mesh, run_dir)
     hf_config = load_hf_config(folder, config.model)
-    _check_lengths(config, hf_config, "model.path")
+    _check_positions(config, hf_config, "model.path")
     aligned = None
     if config.parallel.align_to_rollout:
         aligned = row_parallel_weight(hf_config.model_type)
@@ -70,8 +69,6 @@ def build_models(
         critic_folder = model_folder(roles["critic"].path, mesh, run_dir)
         own = vocabulary_of(critic_folder, config.model)
         _check_vocabulary(config, roles["critic"], own, num_ids)
-        if roles["critic"].path != config.model.path:
-            _check_lengths(config, load_hf_config(critic_folder, config.model), "critic.model.path")
         module = build_value_model(critic_folder, mesh, **options["critic"])
         critic = _learner("critic", module, config, mesh, total_steps)
     if "ref" in roles:
@@ -102,20 +99,10 @@ def _build_ref(config: Config, mesh: Mesh, run_dir: Path, num_ids: int) -> nn.Mo
     options, folder = build_options(config, role), model_folder(role.path, mesh, run_dir)
     if role.path != config.model.path:
         options["model_config"] = replace(config.model, path=role.path, override_config={})
-        hf_config = load_hf_config(folder, options["model_config"])
-        _check_lengths(config, hf_config, role.path_key)
+        _check_positions(config, load_hf_config(folder, options["model_config"]), role.path_key)
         own = vocabulary_of(folder, options["model_config"])
         _check_vocabulary(config, role, own, num_ids)
     return build_causal_lm(folder, mesh, num_ids=num_ids, **options)
-
-
-def _check_lengths(config: Config, hf_config: Any, key: str) -> None:
-    """Raise InputError where the longest sequence is too long for a model, or not the same in it
-    whatever is beside."""
-    _check_positions(config, hf_config, key)
-    problem = rope_problem(hf_config.to_dict(), config.data.max_length)
-    if problem is not None:
-        raise InputError(f"{key} = {attrgetter(key)(config)}: {problem}")
 
 
 def _check_positions(config: Config, hf_config: Any, key: str) -> None:

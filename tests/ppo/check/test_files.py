@@ -30,6 +30,27 @@ def test_files_that_are_there_are_checked_as_a_start_does(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("keys", "engine", "refused"),
+    [
+        ({"model_type": "mistral", "sliding_window": 63}, "sglang", True),
+        ({"model_type": "mistral", "sliding_window": 63}, "torch", False),
+        ({"model_type": "mistral", "sliding_window": 64}, "sglang", False),
+        ({"model_type": "mistral", "sliding_window": None}, "sglang", False),
+        ({"model_type": "gemma3_text", "sliding_window": 63}, "sglang", False),
+        ({"sliding_window": 63, "use_sliding_window": False}, "sglang", False),
+        ({"sliding_window": 63, "layer_types": ["full_attention"] * 2}, "sglang", False),
+        ({"sliding_window": 63, "use_sliding_window": True}, "sglang", True),
+    ],
+)
+def test_windows_that_sglang_does_not_have_are_a_problem(tmp_path, capsys, keys, engine, refused):
+    (tmp_path / "config.json").write_text(json.dumps(TINY | keys))
+    overrides = [f"model.path={tmp_path}", f"rollout.engine={engine}", "rollout.dtype=float32"]
+    code = run_check(parse_args(["--config", "ppo_tiny.yaml", "--check", *overrides]))
+    said = capsys.readouterr().err
+    assert (code == 2, "does not have the attention windows" in said) == (refused, refused), said
+
+
+@pytest.mark.parametrize(
     ("content", "words"),
     [
         ("def compute_score(:", "is not valid Python"),
