@@ -187,11 +187,11 @@ class StepKLController(KLController):
         self.target_kl, self.min, self.max = target_kl, min, max
 
     def update(self, kl: float, num_seqs: int) -> None:
-        """Move the coefficient after a step, by `kl` alone."""
+        """Move the coefficient after a step, by `kl` alone, as KLController.update describes."""
         value = self.value
-        if kl > 1.5 * self.target_kl:
+        if math.isfinite(kl) and kl > 1.5 * self.target_kl:
             value *= 1.5
-        elif kl < self.target_kl / 1.5:
+        elif math.isfinite(kl) and kl < self.target_kl / 1.5:
             value /= 1.5
         self.value = min(max(value, self.min), self.max)
 

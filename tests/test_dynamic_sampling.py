@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from ppo.config import load_config
+from ppo.rollout.collector import Collector
 from tests.distributed import run_distributed
+from tests.test_resume import stop_once
 from tests.test_train import rows_of, train_here
 
 # seven in eight are wrong, so that of four responses about two in five groups differ
@@ -35,15 +37,23 @@ def until(step: int, folder: Path, *more: str) -> tuple[str, ...]:
     )
 
 
+PRESET = "dapo_tiny.yaml"
 KEEP = ("algorithm.filter_groups.surplus=keep", "trainer.total_training_steps=3")
 ENDS = ("trainer.total_training_steps=null", "data.train_max_samples=40", "trainer.save_freq=0")
 
 
 def sampled_and_resumed(rank: int, world_size: int, folder: str) -> list[Any]:
     base = Path(folder)
+    found: list[Any] = []
     if world_size == 1:
         jobs = [("one", until(3, base, *KEEP))]
     else:
+        # step 1 has 6 rounds: this is in a later one of step 2, which is then made again
+        undo = stop_once(Collector, "sample", str(base / "resumed"), 8)
+        found = train_here(
+            rank, world_size, [(str(base / "resumed"), until(2, base, KEEP[0]))], "cpu", PRESET
+        )
+        undo()
         tp = "rollout.tensor_model_parallel_size=2"
         jobs = [
             ("resumed", until(2, base, KEEP[0])),
@@ -51,8 +61,8 @@ def sampled_and_resumed(rank: int, world_size: int, folder: str) -> list[Any]:
             ("ends", until(1, base, *ENDS, tp)),
             ("ends", until(1, base, *ENDS)),  # nothing is left
         ]
-    found = [(str(base / name), overrides) for name, overrides in jobs]
-    return train_here(rank, world_size, found, "cpu", "dapo_tiny.yaml")
+    jobs = [(str(base / name), overrides) for name, overrides in jobs]
+    return found + train_here(rank, world_size, jobs, "cpu", PRESET)
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +71,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
     (folder / "reward.py").write_text(REWARD)
     [[one]] = run_distributed(sampled_and_resumed, 1, str(folder))
     two = run_distributed(sampled_and_resumed, 2, str(folder), timeout_s=120)[0]
-    resumed = [tokens for job in two[:2] for tokens in job["tokens"]]
-    return folder, {"one": one["tokens"], "resumed": resumed, "ends": two[2]["tokens"]}
+    assert [len(job["tokens"]) for job in two[:3]] == [1, 1, 1]  # stopped in step 2
+    resumed = [tokens for job in two[:3] for tokens in job["tokens"]]
+    return folder, {"one": one["tokens"], "resumed": resumed, "ends": two[3]["tokens"]}
 
 
 @pytest.mark.distributed
@@ -110,7 +121,7 @@ def test_a_run_by_epochs_ends_with_its_prompts_saved_and_is_not_begun_again(runs
 
 
 def test_the_preset_is_what_the_paper_uses():
-    config = load_config("dapo_tiny.yaml")
+    config = load_config(PRESET)
     assert config.algorithm.filter_groups.enable and not config.ref_enabled
     assert config.actor.clip_ratio_high > config.actor.clip_ratio_low
     assert (config.actor.loss_agg_mode, config.reward.manager) == ("token-mean", "dapo")

@@ -84,6 +84,24 @@ def rows_here(batch: RolloutBatch, dp: int, dp_rank: int) -> RolloutBatch:
     )
 
 
+def without(batch: RolloutBatch, number: int) -> RolloutBatch:
+    """A batch that is whole, as if one of its samples had never been."""
+    keep = [i for i in range(len(batch)) if i != number]
+    overview = {
+        name: value[keep] if isinstance(value, torch.Tensor) and len(value) == len(batch) else value
+        for name, value in vars(batch.all).items()
+    }
+    tensors = {**batch.per_token(), "response_mask": batch.response_mask}
+    return replace(
+        batch,
+        all=Overview(**overview),
+        owners=batch.owners[keep],
+        rows=torch.arange(len(keep)),
+        tokens=torch.cat(batch.documents(keep)),
+        **{name: tensor[keep] for name, tensor in tensors.items()},
+    )
+
+
 def responses(batch: RolloutBatch) -> list[list[int]]:
     """Token ids of the responses of the rows here."""
     documents = batch.documents(range(len(batch)))

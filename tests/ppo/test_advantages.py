@@ -257,3 +257,72 @@ def test_remax_subtracts_the_greedy_score_from_the_reward_to_go() -> None:
             expected = math.fsum(rewards[row, t:length].tolist()) - float(greedy[row])
             assert float(result[row, t]) == pytest.approx(expected, abs=1e-12)
     assert (result[~mask] == 0).all()
+
+
+OF_TOKENS = {
+    "gae": lambda r, v, mask: gae(r, v, mask, gamma=0.9, lam=0.8).advantages,
+    "returns": lambda r, v, mask: gae(r, v, mask, gamma=0.9, lam=0.8).returns,
+    "reinforce_plus_plus": lambda r, v, mask: reinforce_plus_plus(r, mask, gamma=0.9),
+    "remax": lambda r, v, mask: remax(r, torch.zeros(len(r)), mask),
+    "baseline": lambda r, v, mask: reinforce_plus_plus_baseline(
+        torch.ones(len(r)), torch.zeros(len(r), dtype=torch.long), mask
+    ),
+}
+OF_GROUPS = {
+    "grpo": lambda scores, groups: grpo(scores, groups, norm_by_std=True),
+    "dr_grpo": lambda scores, groups: grpo(scores, groups, norm_by_std=False),
+    "rloo": rloo,
+    "opo": lambda scores, groups: opo(scores, torch.arange(1, len(scores) + 1), groups),
+}
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_where_no_token_counts_every_advantage_is_zero(name: str) -> None:
+    rewards, values, mask = ragged(10)
+    found = OF_TOKENS[name](rewards, values, torch.zeros_like(mask))
+    assert found.shape == mask.shape and (found == 0).all()
+
+
+@pytest.mark.parametrize("name", ["gae", "returns", "remax"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_token_that_is_not_finite_spoils_its_own_sequence_alone(name: str, bad: float) -> None:
+    rewards, values, mask = ragged(11)
+    want = OF_TOKENS[name](rewards, values, mask)
+    rewards[3, 4] = values[3, 4] = bad
+    found = OF_TOKENS[name](rewards, values, mask)
+    others = [0, 1, 2, 4, 5]
+    assert torch.equal(found[others], want[others])
+    assert not found[3][mask[3]].isfinite().all()  # it is not hidden
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_not_finite_spoils_its_own_group_alone(name: str, bad: float) -> None:
+    scores, _, groups = shuffled_groups(3)
+    ids = torch.tensor(groups)
+    want = OF_GROUPS[name](torch.tensor(scores), ids)
+    spoilt = [bad if i == groups.index(8) else score for i, score in enumerate(scores)]
+    found = OF_GROUPS[name](torch.tensor(spoilt), ids)
+    assert torch.equal(found[ids != 8], want[ids != 8])
+    assert not found[ids == 8].isfinite().all()
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+@pytest.mark.parametrize("score", [0.1, -3.0, 1e6])
+def test_equal_scores_of_a_group_give_no_advantage(name: str, score: float) -> None:
+    _, _, groups = shuffled_groups(4)
+    ids = torch.tensor(groups)
+    found = OF_GROUPS[name](torch.full((len(groups),), score), ids)
+    assert found[ids != 11].abs().max() <= 1e-6 * abs(score)  # 11 is a group of one
+    assert found[ids == 11].item() == pytest.approx(score, rel=1e-5)
+
+
+def test_equal_rewards_of_a_whole_batch_are_whitened_to_nothing() -> None:
+    _, _, mask = ragged(12)
+    last = torch.zeros(mask.shape, dtype=torch.float64)
+    for row, length in enumerate(LENGTHS):
+        last[row, length - 1 : length] = 0.7
+    for name in ("reinforce_plus_plus", "baseline"):
+        gamma_one = reinforce_plus_plus(last, mask, gamma=1.0)
+        found = gamma_one if name == "reinforce_plus_plus" else OF_TOKENS[name](last, None, mask)
+        assert found.abs().max() < 1e-6

@@ -12,7 +12,7 @@ from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
 from ppo.estimators import ESTIMATORS, estimate
 from ppo.kl import token_rewards
-from tests.ppo.batches import make_batch
+from tests.ppo.batches import make_batch, without
 
 
 def make(scores: list[float | None], *, n: int) -> RolloutBatch:
@@ -101,3 +101,23 @@ def test_when_every_sample_has_failed_every_advantage_is_zero(name):
     found = estimate(batch, AlgorithmConfig(adv_estimator=name))
     assert not found.advantages.any() and found.advantages.isfinite().all()
     assert (found.returns is not None) == ESTIMATOR_NEEDS[name].critic
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_one_failed_sample_of_eight_leaves_the_advantages_of_the_other_seven(name):
+    batch = make([1.0, 4.0, None, 2.0, 0.5, 0.0, 3.0, 0.0], n=4)
+    g = torch.Generator().manual_seed(2)
+    noise = torch.randn(3, *batch.response_mask.shape, generator=g)
+    assert batch.rewards is not None
+    batch.rewards = torch.where(batch.response_mask, batch.rewards + 0.1 * noise[0], 0.0)
+    batch.values = torch.where(batch.response_mask, noise[1], torch.nan)
+    for tensor in ("old_logprobs", "ref_logprobs"):
+        setattr(batch, tensor, noise[2].abs().neg() * (1 + (tensor == "ref_logprobs")))
+    others = [0, 1, 3, 4, 5, 6, 7]
+    seven = without(batch, 2)
+    mask = seven.response_mask
+    found, want = (estimate(x, AlgorithmConfig(adv_estimator=name)) for x in (batch, seven))
+    torch.testing.assert_close(found.advantages[others][mask], want.advantages[mask])
+    assert want.advantages[mask].abs().sum() > 0 and not found.advantages[2].any()
+    if found.returns is not None and want.returns is not None:
+        torch.testing.assert_close(found.returns[others][mask], want.returns[mask])

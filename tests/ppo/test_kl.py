@@ -192,3 +192,30 @@ def test_a_controller_begins_anew_with_a_coefficient_that_was_changed(kind: str)
     third = make_kl_controller(Settings(kind))
     third.load_state_dict({"value": 0.05})  # of a version that did not save where it began
     assert third.value == (0.1 if kind == "fixed" else 0.05)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "adaptive", "step"])
+@pytest.mark.parametrize("kl", [math.nan, math.inf, -math.inf])
+def test_a_kl_that_is_not_finite_moves_no_coefficient(kind: str, kl: float) -> None:
+    controller = make_kl_controller(Settings(kind))
+    controller.update(kl, 50)
+    assert controller.value == 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),  # of log ratios 60 and -60, by hand; k3 ends at 10 on both sides
+    [("k1", [60, -60]), ("abs", [60, 60]), ("k2", [1800, 1800]), ("k3", [10, 10])],
+)
+def test_log_ratios_beyond_twenty_give_finite_estimates_and_gradients(kind, expected) -> None:
+    for name in (kind, kind + "+"):
+        logprobs = torch.tensor([60.0, -60.0], requires_grad=True)
+        values = kl_estimate(logprobs, torch.zeros(2), name)
+        assert values.tolist() == expected
+        values.sum().backward()
+        assert logprobs.grad is not None and logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ESTIMATES)
+def test_a_counted_nan_is_not_hidden(kind: str) -> None:
+    values = kl_estimate(torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0]), kind)
+    assert values.isnan().tolist() == [True, False]

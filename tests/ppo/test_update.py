@@ -258,12 +258,24 @@ def update_all(
 
 
 def check_that_failures_take_no_step(actor: Path, critic: Path, batch: RolloutBatch) -> None:
-    """A mini-batch whose samples all failed: momentum and weight decay must not move weights."""
-    for failed, steps in ((plain.MINI_BATCHES[1], 1), (range(len(plain.RESPONSES)), 0)):
-        is_failed = batch.all.failed.clone()
-        is_failed[list(failed)] = True
-        mask = batch.response_mask & ~is_failed[:, None]
-        mine = replace(batch, response_mask=mask, all=replace(batch.all, failed=is_failed))
+    """A mini-batch of which nothing counts: momentum and weight decay must not move weights."""
+    overview, everything = batch.all, range(len(plain.RESPONSES))
+    for out, steps, kind in (
+        (plain.MINI_BATCHES[1], 1, "failed"),
+        (everything, 0, "failed"),
+        (plain.MINI_BATCHES[1], 1, "rejected"),
+        (everything, 0, "rejected"),
+    ):
+        is_out = torch.isin(torch.arange(len(overview)), torch.tensor(out))
+        mask = batch.response_mask & ~is_out[:, None]
+        rejected = torch.where(is_out, overview.counted, 0)
+        mine = replace(
+            batch,
+            response_mask=mask,
+            all=replace(overview, failed=overview.failed | is_out)
+            if kind == "failed"
+            else replace(overview, rejected=rejected),
+        )
         for update, path in ((update_actor, actor), (update_critic, critic)):
             values, taken = updated(update, CASES[6], path, mine)
             assert len(taken) == steps
