@@ -87,7 +87,7 @@ def rows_here(batch: RolloutBatch, dp: int, dp_rank: int) -> RolloutBatch:
 def without(batch: RolloutBatch, number: int) -> RolloutBatch:
     """A batch that is whole, as if one of its samples had never been."""
     keep = [i for i in range(len(batch)) if i != number]
-    overview = {
+    overview: dict[str, Any] = {
         name: value[keep] if isinstance(value, torch.Tensor) and len(value) == len(batch) else value
         for name, value in vars(batch.all).items()
     }
