@@ -60,6 +60,7 @@ from ppo.step_metrics import EngineAlarm, perf_metrics, summarise_batch
 from ppo.tracking.board import About
 from ppo.tracking.tracker import Tracker
 from ppo.update import (
+    Running,
     add_advantages,
     epoch_mini_batches,
     needs_old_logprobs,
@@ -79,7 +80,8 @@ def train(config: Config, run: Run) -> None:
         sampler = prompts.sampler(config)
         total_steps = total_steps_of(config, sampler)
         checkpoints = owned.enter_context(open_checkpoints(config, run, prompts))
-        state = new_state(config, sampler, run.mesh)
+        running = Running(config)
+        state = new_state(config, sampler, run.mesh, running)
         # what a resume may not change is refused here, before models are built
         start = find_start(config, run, checkpoints, state)
         trains, total_steps = not config.trainer.val_only, state.last_step(total_steps, {}, run)
@@ -172,7 +174,8 @@ def train(config: Config, run: Run) -> None:
                 # 4 advantages
                 with metrics.timed("adv"):
                     ranks, factor = run.mesh.dp_group, guard.state.kl_factor
-                    add_advantages(batch, config, state.kl_controller, metrics, ranks, factor)
+                    control = state.kl_controller
+                    add_advantages(batch, config, control, metrics, ranks, factor, running)
                 skips = guard.before_update(step, metrics.known)
                 # 5 critic
                 if critic is not None and not skips:

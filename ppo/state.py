@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ppo.config import (
     Config,
@@ -87,6 +87,14 @@ class EarlyStop:
             self.best, self.worse = state["best"], state["worse"]
 
 
+class Stateful(Protocol):
+    """What a restart puts back as it was."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+
 @dataclass
 class TrainState:
     """What a restart needs besides tensors: JSON, the same on every rank."""
@@ -94,6 +102,8 @@ class TrainState:
     sampler: PromptSampler
     kl_controller: KLController
     guard: Guard
+    running: Stateful | None = None
+    """statistics over the run that scores and returns are normalised with"""
     early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(EarlyStopConfig()))
     step: int = 0
     """iterations done"""
@@ -132,6 +142,7 @@ class TrainState:
             "sampler": self.position,
             "kl_controller": self.kl_controller.state_dict(),
             "guard": self.guard.state_dict(),
+            "running": None if self.running is None else self.running.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -146,15 +157,22 @@ class TrainState:
             self.sampler.load_state_dict(self.position)
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.guard.load_state_dict(state.get("guard", {}))
+        self.load_running(state)
+
+    def load_running(self, state: Mapping[str, Any]) -> None:
+        """The statistics of a saved state."""
+        if self.running is not None and state.get("running") is not None:
+            self.running.load_state_dict(state["running"])
 
 
-def new_state(config: Config, sampler: PromptSampler, mesh: Mesh) -> TrainState:
+def new_state(config: Config, sampler: PromptSampler, mesh: Mesh, running: Stateful) -> TrainState:
     """The state before the first iteration."""
     trainer, rules = config.trainer, config.guards.all_rules()
     return TrainState(
         sampler,
         make_kl_controller(config.algorithm.kl_ctrl),
         Guard(rules, critic_warmup=trainer.critic_warmup, groups=mesh.device_groups),
+        running,
         EarlyStop(trainer.early_stop),
         validation_due=trainer.val_before_train,
     )
@@ -299,6 +317,7 @@ def _roll_back(
             continue
         saved = checkpoints.read_state(found)
         state.kl_controller.load_state_dict(saved["kl_controller"])
+        state.load_running(saved)  # the critic's values are in their units
         told = state.step, saved["step"]
         logger.warning("after step %d: back to step %d", *told, extra={"every_rank": True})
         return saved

@@ -23,15 +23,21 @@ from ppo.rollout.scoring import Scorer
 from sharding.checkpoint import export_hf
 from sharding.checkpoint.folder import list_checkpoints
 from tests.distributed import run_distributed
-from tests.test_train import COMPARED, rows_of, train_here
+from tests.test_train import COMPARED as COMPARED_WITHOUT
+from tests.test_train import rows_of, train_here
 
 ROOT = Path(train_ppo.__file__).parent
 STEPS = 5
 
 
+# what keeps a state of its own from step to step
+STATEFUL = ("reward.normalize=true", "critic.normalize_returns=true")
+COMPARED = (*COMPARED_WITHOUT, "reward/running_std", "critic/returns/running_mean")
+
+
 def until(step: int, *more: str) -> tuple[str, ...]:
     """Overrides for a run that ends after `step` and saves every second step."""
-    return (f"trainer.total_training_steps={step}", "trainer.save_freq=2", *more)
+    return (f"trainer.total_training_steps={step}", "trainer.save_freq=2", *STATEFUL, *more)
 
 
 def stop_once(

@@ -11,7 +11,7 @@ token t.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -164,6 +164,24 @@ class Overview:
         return ~self.failed & (size > 1) & (scored == 1)
 
 
+class Scale(NamedTuple):
+    """Units of a number: mean + std x number is in those of rewards."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """From the units of rewards."""
+        return x if self == OF_REWARDS else (x - self.mean) / self.std
+
+    def denormalised(self, x: Tensor) -> Tensor:
+        """To the units of rewards."""
+        return x if self == OF_REWARDS else x * self.std + self.mean
+
+
+OF_REWARDS = Scale()
+
+
 @dataclass(kw_only=True)
 class RolloutBatch:
     """The b rows of a batch that this rank computes with; host tensors.
@@ -179,6 +197,8 @@ class RolloutBatch:
     tokens: Tensor  # int32, prompts and responses of all rows, one after the other
     response_mask: Tensor  # [b, T] bool
     bypasses_old: bool = False  # old_logprobs are the engine's
+    value_scale: Scale = OF_REWARDS  # of what the critic gave; `values` are in those of rewards
+    return_scale: Scale = OF_REWARDS  # of what the critic learns to give
     rollout_logprobs: Tensor  # [b, T] float32, from the engine
     old_logprobs: Tensor | None = None  # [b, T] trainer, before the update
     ref_logprobs: Tensor | None = None  # [b, T]

@@ -50,6 +50,8 @@ def _training(config: Config) -> Iterator[str]:
         if config.critic.enable:
             estimator = config.algorithm.adv_estimator
             yield f"critic.enable has no effect: adv_estimator {estimator} has no critic"
+        if config.critic.normalize_returns:
+            yield "critic.normalize_returns has no effect without a critic"
         if config.trainer.critic_warmup:
             yield "trainer.critic_warmup has no effect without a critic"
     steps = config.trainer.total_training_steps
@@ -94,6 +96,8 @@ def _algorithm(config: Config) -> Iterator[str]:
     algorithm, control = config.algorithm, config.algorithm.kl_ctrl
     estimator = algorithm.adv_estimator
     default = AlgorithmConfig()
+    if config.reward.normalize and estimator == "grpo" and algorithm.norm_adv_by_std_in_grpo:
+        yield "reward.normalize has hardly an effect with grpo, which normalises in each group"
     for key in sorted({key for needs in ESTIMATOR_NEEDS.values() for key in needs.keys}):
         unread = key not in algorithm.needs.keys
         if unread and getattr(algorithm, key) != getattr(default, key):

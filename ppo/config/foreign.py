@@ -51,8 +51,6 @@ NOT_BUILT = {
     "actor.router_aux_loss_coef": NotBuilt("0"),
     "actor.router_replay": NotBuilt("off"),
     "critic.tensor_parallel_size": NotBuilt("1", "use actor.ulysses_sequence_parallel_size"),
-    "critic.normalize_returns": NotBuilt("false"),
-    "reward.normalize": NotBuilt("false"),
     "rollout.engine_process": NotBuilt("auto"),
     "rollout.episode": NotBuilt(None),
     "rollout.tail": NotBuilt(None),

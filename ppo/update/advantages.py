@@ -13,6 +13,7 @@ from ppo.estimators import estimate
 from ppo.kl import KLController, kl_estimate, token_rewards
 from ppo.metrics import Metrics
 from ppo.update.correction import correct_rollout
+from ppo.update.running import Running
 
 
 def add_advantages(
@@ -22,12 +23,15 @@ def add_advantages(
     metrics: Metrics,
     ranks: ProcessGroup | None = None,
     kl_factor: float = 1.0,
+    running: Running | None = None,
 ) -> None:
     """KL penalty in the reward, then advantages, of the rows here.
 
     ranks: that hold all rows once, whose statistics they are; None: this one does. Collective.
     kl_factor: on the controller's coefficient.
+    running: what scores and returns are normalised with; None: they are not.
     """
+    running = running or Running(config)
     algorithm, overview, mask = config.algorithm, batch.all, batch.response_mask
     kl = None
     if batch.ref_logprobs is not None and batch.old_logprobs is not None and overview.counted.any():
@@ -35,7 +39,7 @@ def add_advantages(
         metrics.set("actor/ref_kl", masked_mean(k3, mask, ranks).item())
         if algorithm.charges_kl:
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.kl_penalty)
-    scores = overview.scores[batch.rows]
+    scores = running.scores_of(batch, metrics)[batch.rows]
     kl_coef = controller.value * kl_factor
     batch.rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef)
     if kl is not None:
@@ -43,7 +47,9 @@ def add_advantages(
         metrics.set("actor/reward_kl_penalty", mean)
         metrics.set("actor/kl_coef", kl_coef)
         controller.update(mean, len(overview))
+    running.denormalise_values(batch)
     batch.advantages, batch.returns = estimate(batch, algorithm, ranks)
+    running.note_returns(batch, metrics, ranks)
     if algorithm.needs.siblings:
         metrics.set("reward/alone", int(overview.alone.sum()))
     correct_rollout(batch, config, metrics, ranks)

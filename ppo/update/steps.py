@@ -290,12 +290,13 @@ def _value_objective(update: _Update, module: nn.Module, part: Part) -> Tensor:
     values = module(**micro.inputs)  # [K]
     value = value_loss(
         values,
-        micro.take(batch.values),
-        micro.take(batch.returns),
+        batch.value_scale.normalised(micro.take(batch.values)),
+        batch.return_scale.normalised(micro.take(batch.returns)),
         clip=update.config.critic.cliprange_value,
     )
     loss = (value.loss * part.weights).sum()
     part.log_loss(metrics, "critic/vf_loss", loss)
     metrics.add("critic/vf_clipfrac", value.clipped.sum(), count)
-    metrics.add("critic/vpred_mean", values.detach().sum(), count)
+    predicted = batch.return_scale.denormalised(values.detach())
+    metrics.add("critic/vpred_mean", predicted.sum(), count)
     return loss

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ppo.batch.packing import Batcher
-from ppo.batch.samples import RolloutBatch
+from ppo.batch.samples import RolloutBatch, Scale
 from ppo.batch.states import put_states
 from ppo.config import Config, LossAggMode, MixedPrecisionConfig, load_config
 from ppo.guards.guard import Guard, Verdict
@@ -251,10 +251,22 @@ def update_all(
     for case in CASES:
         weights = batch.loss_weights if case.regularised else None
         mine = replace(batch, loss_weights=weights)
-        results.append(
-            (updated(update_actor, case, actor, mine), updated(update_critic, case, critic, mine))
-        )
+        of_actor = updated(update_actor, case, actor, mine)
+        mine = in_units_of_rewards(mine) if case.sp == 4 else mine
+        results.append((of_actor, updated(update_critic, case, critic, mine)))
     return results if rank == 0 else []
+
+
+def in_units_of_rewards(batch: RolloutBatch) -> RolloutBatch:
+    """Values and returns of a critic that gives and learns others: its loss is the same."""
+    assert batch.values is not None and batch.returns is not None
+    return replace(
+        batch,
+        value_scale=Scale(3.0, 2.0),
+        values=batch.values * 2 + 3,
+        return_scale=Scale(-1.0, 4.0),
+        returns=batch.returns * 4 - 1,
+    )
 
 
 def check_that_failures_take_no_step(actor: Path, critic: Path, batch: RolloutBatch) -> None:

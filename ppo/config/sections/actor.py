@@ -196,7 +196,11 @@ class CriticConfig(Section):
     optim: OptimConfig = inherits(OptimConfig, "actor.optim", lr=1e-5)
     """optimizer; lr 1e-5, the rest follows the actor's"""
     cliprange_value: Threshold = 0.5
-    """values may move so far from the old ones before the loss stops them"""
+    """values may move so far from the old ones before the loss stops them; with normalize_returns
+    in standard deviations of the returns"""
+    normalize_returns: bool = False
+    """the value model learns returns minus their mean over the run so far, divided by their
+    standard deviation; advantages are of values in the units of rewards"""
     ppo_mini_batch_size: Prompts = derived("actor.ppo_mini_batch_size")
     """prompts of one optimizer step, over all ranks; divides data.train_batch_size"""
     ppo_micro_batch_size_per_gpu: MayChange[Prompts | None] = derived(

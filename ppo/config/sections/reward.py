@@ -92,6 +92,9 @@ class RewardConfig(Section):
     """that penalty"""
     weights: RewardWeightsConfig = field(default_factory=RewardWeightsConfig)
     """how scores are summed; 0 = the score is a metric only"""
+    normalize: bool = False
+    """subtract the mean of all scores of the run so far and divide by their standard deviation,
+    before the KL penalty; metrics of scores stay as they are"""
     num_workers: MayChange[Annotated[int, Bound(ge=1, le=4096, usual=(1, 256))]] = 8
     """scoring processes of a node"""
     timeout_s: Annotated[float, Bound(ge=0.01, le=1e6, usual=(0.1, 3600))] = 60.0

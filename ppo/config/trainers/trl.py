@@ -179,8 +179,7 @@ _NOT_BUILT = {
     "a mask of off-policy sequences": "off_policy_mask_threshold",
     "the unbiased KL loss": "use_bias_correction_kl",
     "multi-turn generation with tools": "max_tool_calling_iterations tools environment_factory",
-    "normalising of rewards": "whiten_rewards normalize_reward reward_clip_range "
-    "normalize_advantage token_level_kl",
+    "normalising of rewards": "whiten_rewards reward_clip_range normalize_advantage token_level_kl",
 }
 
 ADVICE |= {
