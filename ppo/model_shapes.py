@@ -32,6 +32,25 @@ TINY: dict[str, Any] = {
 }
 
 
+# other names of a key, of how experts are counted, and families without a gate in the MLP
+_SAME_KEY = {
+    **dict.fromkeys(("n_embd", "d_model"), "hidden_size"),
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers"), "num_hidden_layers"),
+    **dict.fromkeys(("n_head", "n_heads"), "num_attention_heads"),
+    **dict.fromkeys(("n_inner", "ffn_dim", "ffn_hidden_size"), "intermediate_size"),
+    **dict.fromkeys(("moe_k", "moe_topk"), "num_experts_per_tok"),
+}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SHARED = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
+_DENSE = ("first_k_dense_replace", "moe_layer_start_index")
+_UNGATED = frozenset(
+    (
+        *("gpt2", "gpt_bigcode", "gpt_neox", "gpt_neox_japanese", "gptj", "codegen", "opt"),
+        *("bloom", "falcon", "mpt", "phi", "starcoder2", "nemotron", "apertus", "persimmon"),
+        *("nanochat", "jais2"),
+    )
+)
+
 WITHOUT_WINDOWS = frozenset(
     (
         *("mistral", "mixtral", "ministral", "ministral3", "starcoder2", "phi3", "phimoe"),
@@ -209,27 +228,29 @@ def file_of_model(path: str, name: str) -> Path | None:
 def parse_shape(config: dict[str, Any]) -> ModelShape:
     """A shape from the keys of a Hugging Face config.json. Raises ValueError naming a missing key.
 
-    Covers decoder-only models with gated MLPs: Llama, Mistral, Qwen2, Qwen3, Gemma, and their
-    mixtures of experts.
+    Covers decoder-only models: Llama, Mistral, Qwen, Gemma, GLM, GPT-2 and their like, mixtures of
+    experts, and DeepSeek's latent attention. Layers of several kinds count as their mean.
     """
-    config = {**config, **config.get("text_config", {})}
+    config = {**config, **(config.get("text_config") or {})}
+    config = {_SAME_KEY.get(key, key): value for key, value in config.items()}
     missing = [
         key
         for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        if key not in config
+        if config.get(key) is None
     ]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
     attention = AttentionShape.of(config)
     model_type = config.get("model_type", "llama")
     mlp, width = _mlp(config)
+    tied = model_type.startswith(("gemma", "gpt2", "gpt_bigcode", "opt", "bloom", "falcon", "mpt"))
     return ModelShape(
         **vars(attention),
         model_type=model_type,
         hidden_size=config["hidden_size"],
         intermediate_size=width,
         vocab_size=config["vocab_size"],
-        tied=config.get("tie_word_embeddings", model_type.startswith("gemma")),
+        tied=config.get("tie_word_embeddings", tied),
         layer_params=mlp + _attention(config, attention),
     )
 
@@ -281,23 +302,44 @@ def window_problem(config: dict[str, Any], longest: int) -> str | None:
 def _attention(config: dict[str, Any], shape: AttentionShape) -> int:
     """Projections, their biases and all norms of one layer."""
     hidden, model_type = config["hidden_size"], config.get("model_type", "")
+    norms = hidden * (4 if model_type.startswith(("gemma2", "gemma3")) else 2)
+    if config.get("kv_lora_rank"):
+        return _latent_attention(config, shape) + norms
     query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     count = hidden * (2 * query + 2 * key_value)
     if model_type.startswith("qwen2") or config.get("attention_bias"):
         count += query + 2 * key_value
     if model_type.startswith(("qwen3", "gemma3")):
         count += 2 * shape.head_dim
-    return count + hidden * (4 if model_type.startswith(("gemma2", "gemma3")) else 2)
+    return count + norms
+
+
+def _latent_attention(config: dict[str, Any], shape: AttentionShape) -> int:
+    """DeepSeek V2 and V3 (MLA, arXiv:2405.04434, section 2.1)."""
+    hidden, heads, latent = config["hidden_size"], shape.num_heads, config["kv_lora_rank"]
+    rope, value = config["qk_rope_head_dim"], config["v_head_dim"]
+    key = config["qk_nope_head_dim"] + rope
+    count = hidden * (latent + rope) + latent * heads * (key - rope + value)
+    rank = config.get("q_lora_rank")
+    count += rank * (hidden + heads * key) if rank else hidden * heads * key
+    return count + heads * value * hidden
 
 
 def _mlp(config: dict[str, Any]) -> tuple[int, int]:
     """(parameters of one layer's MLP, width that one token sees)."""
-    hidden = config["hidden_size"]
-    experts = config.get("num_experts") or config.get("num_local_experts")
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    matrices = 2 if config.get("model_type") in _UNGATED else 3
+    width = config.get("intermediate_size") or 4 * hidden
+    if isinstance(width, list):
+        width = sum(width) // len(width)
+    experts = next((config[key] for key in _EXPERTS if config.get(key)), 0)
     if not experts:
-        width = config["intermediate_size"]
-        return 3 * hidden * width, width
-    each = config.get("moe_intermediate_size") or config["intermediate_size"]
-    shared = config.get("shared_expert_intermediate_size") or 0
-    count = 3 * hidden * (experts * each + shared) + experts * hidden + (hidden if shared else 0)
+        return matrices * hidden * width, width
+    each = config.get("moe_intermediate_size") or width
+    gated = config.get("shared_expert_intermediate_size") or 0
+    shared = gated or each * next((config[key] for key in _SHARED if config.get(key)), 0)
+    count = matrices * hidden * (experts * each + shared) + experts * hidden
+    count += hidden if gated else 0
+    dense = min(next((config[key] for key in _DENSE if config.get(key)), 0), layers)
+    count = (dense * matrices * hidden * width + (layers - dense) * count) // layers
     return count, config.get("num_experts_per_tok", 2) * each + shared
