@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 EVENT_ROOMS = ("guard/", "alarm/", "alarms/")
-"""metrics of these names are events where they change"""
+"""metrics of these names are events"""
 SAMPLES = re.compile(r"(train|val(?:-[^/]+)?)_(\d{8,})\.jsonl")
 REWARD_FAILURES = ("reward/failed", "reward/timeout")
 
@@ -191,26 +191,33 @@ def _histograms(rows: Iterator[Mapping[str, Any]]) -> dict[str, list[Histogram]]
 
 
 def _events(series: Mapping[str, Series], status: Mapping[str, Any]) -> list[Event]:
-    num_rows = max(len(column.steps) for column in series.values())
     found: list[Event] = []
     for name, column in series.items():
         if name.startswith(EVENT_ROOMS):
-            found += _changes(name, column, baseline_is_first=2 * len(column.steps) > num_rows)
+            found += _fired(name, column)
         elif name in REWARD_FAILURES:
             found += _runs(column, lambda value: value > 0, f"{name} above 0")
         found += _runs(column, math.isnan, f"{name} is not finite")
     return sorted([*found, *_alarms(status)])
 
 
-def _changes(name: str, column: Series, *, baseline_is_first: bool) -> Iterator[Event]:
-    """Steps at which a guard's number becomes another one than it was and than it is at rest."""
-    rest = column.values[0] if baseline_is_first else 0.0
-    before = (column.steps[0] - 1, rest)
+def _fired(name: str, column: Series) -> Iterator[Event]:
+    """One event for each run of steps in which a guard's number is the same and not at rest.
+
+    At rest a number is 0, or not there; a factor is 1.
+    """
+    rest = {0.0, 1.0} if "factor" in name else {0.0}
+    now: Event | None = None
     for step, value in zip(*column, strict=True):
-        was = before[1] if before[0] == step - 1 else rest
-        if value not in (was, rest) and not math.isnan(value):
-            yield Event(step, step, f"{name} = {value:.4g}")
-        before = (step, value)
+        text = f"{name} = {value:.4g}"
+        if now is not None and now.text == text and now.last == step - 1:
+            now = now._replace(last=step, count=now.count + 1)
+            continue
+        if now is not None:
+            yield now
+        now = None if value in rest or math.isnan(value) else Event(step, step, text)
+    if now is not None:
+        yield now
 
 
 def _runs(column: Series, is_event: Any, text: str) -> Iterator[Event]:

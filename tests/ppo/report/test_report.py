@@ -100,9 +100,22 @@ def test_guards_alarms_failures_and_odd_numbers_are_events(runs) -> None:
         "reward/failed above 0": (7, 9),
         "critic/vf_loss is not finite": (30, 30),
         "guard/skip_update = 1": (40, 40),
-        "guard/lr_factor = 0.5": (61, 61),
+        "guard/lr_factor = 0.5": (61, 120),
         "alarm ref_kl: 0.2 > 0.1": (120, 120),
     }
+
+
+def test_a_guard_that_acts_again_is_one_event_for_each_run_of_steps(tmp_path) -> None:
+    taken = {3: 1, 4: 1, 5: 2, 8: 2}  # steps without it have no such number
+    rows = [{"step": s} | ({"guard/skip_update": taken[s]} if s in taken else {"x": 0.0})
+            for s in range(1, 10)]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    events = load_record(tmp_path).events
+    assert [(e.first, e.last, e.count, e.text[-1]) for e in events] == [
+        (3, 4, 2, "1"),
+        (5, 5, 1, "2"),
+        (8, 8, 1, "2"),
+    ]
 
 
 def test_a_page_of_many_runs_stays_small(runs) -> None:
