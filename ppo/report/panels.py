@@ -44,7 +44,7 @@ PANELS = (
     Panel("Rejected by the rollout correction", ("rollout_corr/*fraction",)),
     Panel("Weights of the rollout correction", ("rollout_corr/eff*", "rollout_corr/is_m*")),
     Panel("Groups of responses", ("filter_groups/*",)),
-    Panel("Guards", ("guard/*",)),
+    Panel("Factors of guards", ("guard/*factor*",)),
     Panel("Throughput, tokens/s of a device", ("perf/throughput",)),
     Panel("Utilisation", ("perf/mfu/*", "rollout/kv_util", "rollout/cache_hit")),
 )
