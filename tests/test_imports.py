@@ -85,7 +85,10 @@ NO_TORCH = (
 )
 MOST_PAIRS_OF_ROOMS = 115
 MOST_FILES_OF_A_FOLDER = 18
-ENVIRONMENT_READERS = (*SCRIPTS, "launch/", "ppo/engines/sglang/")
+ENVIRONMENT_READERS = (
+    *(*SCRIPTS, "launch/", "ppo/engines/sglang/"),
+    "ppo/rollout/train_reward_model.py",
+)
 
 
 def modules_of(node: ast.AST) -> list[str]:

@@ -60,7 +60,8 @@ def find_config(path: str | Path) -> Path:
     for candidate in (Path(path), Path("configs") / path, CONFIG_FOLDER / path):
         if candidate.is_file():
             return candidate
-    presets = ", ".join(sorted(file.name for file in CONFIG_FOLDER.glob("*po*.yaml")))
+    files = [*CONFIG_FOLDER.glob("*po*.yaml"), *CONFIG_FOLDER.glob("tiny/*.yaml")]
+    presets = ", ".join(sorted(str(file.relative_to(CONFIG_FOLDER)) for file in files))
     raise ConfigError([Problem("--config", str(path), "no such file", f"configs/ has {presets}")])
 
 

@@ -157,6 +157,7 @@ ADVICE = {
     "trainer.validation_data_dir": "samples are written into the run folder; remove it",
     "trainer.del_local_ckpt_after_load": "use trainer.max_ckpt_to_keep",
     "reward_model.use_reward_loop": "rewards are scored in processes always; remove it",
+    "distillation": "use algorithm.adv_estimator=opd and ref.model.path",
     "custom_reward_function": "use reward.function",
     "reward_model": "use reward.model",
     "reward.reward_model": "use reward.model",
@@ -237,7 +238,6 @@ _NOT_BUILT = {
     "data.function_tool_path",
     "vision": "data.image_key data.video_key data.audio_key data.image_patch_size "
     "data.mm_processor_kwargs",
-    "distillation": "distillation",
     "multi-token prediction": "model.mtp critic.model.mtp rollout.mtp",
     "replay of the router's choices": "rollout.enable_rollout_routing_replay",
     "sampling more than is needed": "rollout.over_sample_rate",

@@ -57,10 +57,12 @@ def test_ppo_yaml_lists_every_key_with_its_default_and_a_comment():
             assert coerce(parse(value), key.hint) == flatten(bare)[path], path
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*po*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted([*CONFIGS.glob("*po*.yaml"), *CONFIGS.glob("tiny/*.yaml")]), ids=str
+)
 def test_every_preset_loads_and_says_how_it_is_run(path):
     load_config(path)
     header = path.read_text().split("\n\n")[0]
-    assert f"--config {path.name}" in header
+    assert f"--config {path.relative_to(CONFIGS)}" in header
     assert "hardware" in header
     assert "data" in header
