@@ -31,7 +31,10 @@ STEPS = 5
 
 
 # what keeps a state of its own from step to step
-STATEFUL = ("reward.normalize=true", "critic.normalize_returns=true")
+STATEFUL = (
+    *("reward.normalize=true", "critic.normalize_returns=true", "data.mix={tiny: 2}"),
+    *("data.difficulty.pool=0.5", "data.difficulty.visits=1"),
+)
 COMPARED = (*COMPARED_WITHOUT, "reward/running_std", "critic/returns/running_mean")
 
 

@@ -213,6 +213,8 @@ def _rows_and_samples(config: Config) -> Iterator[Problem]:
             "prompt, and tokenized afterwards",
             "leave it out",
         )
+    if data.mix and not any(data.mix.values()):
+        yield Problem("data.mix", data.mix, "every weight is 0: there are no prompts")
     if "" in rollout.stop:
         yield Problem("rollout.stop", rollout.stop, "must not hold an empty text")
 

@@ -36,8 +36,6 @@ class NotBuilt(NamedTuple):
 
 
 NOT_BUILT = {
-    "data.mix": NotBuilt("{}"),
-    "data.difficulty": NotBuilt("null"),
     "model.lora_rank": NotBuilt("0"),
     "model.lora_alpha": NotBuilt(None),
     "model.lora_dropout": NotBuilt(None),

@@ -7,9 +7,11 @@ Must not know batches, order or ranks: every rank has the same.
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
+
 from ppo.config import DataConfig
 from ppo.data.columns import Sample
-from ppo.data.facts import Facts
+from ppo.data.facts import Facts, Kind
 from ppo.data.reading import Split, read_prompts, unpacked
 from ppo.data.table import Table
 from ppo.plugin import PluginError, load_plugin
@@ -131,6 +133,16 @@ def facts_of(prompts: Prompts) -> Facts:
         asked = prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info
         facts.add(Sample(*asked), len(prompt.prompt_ids))
     return facts
+
+
+def kinds_of(prompts: Prompts) -> tuple[list[Kind], np.ndarray]:
+    """The kinds of prompts there are, and the number of each prompt's kind."""
+    if type(prompts) is PromptDataset:
+        return list(prompts.facts.kinds), prompts.table.kinds
+    found: dict[Kind, int] = {}
+    kinds = (Kind("", prompts[index].data_source) for index in range(len(prompts)))
+    numbers = np.array([found.setdefault(kind, len(found)) for kind in kinds])
+    return list(found), numbers
 
 
 def custom_dataset(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ppo.config import Config
 from ppo.data.dataset import Prompt, Prompts
+from ppo.data.difficulty import Difficulty
 from ppo.data.sampler import PromptSampler
 
 if TYPE_CHECKING:  # --check answers without the seconds that transformers takes
@@ -47,6 +48,15 @@ class PromptSets(NamedTuple):
             drop_last=data.drop_last,
             epochs=config.trainer.total_epochs if by_epochs else None,
             batch_key="data.gen_batch_size" if filters else "data.train_batch_size",
+            mix=data.mix,
+            difficulty=None
+            if data.difficulty.pool is None
+            else Difficulty(
+                len(self.train),
+                share=data.difficulty.pool,
+                visits=data.difficulty.visits,
+                seed=data.seed,
+            ),
         )
 
 

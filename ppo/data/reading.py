@@ -53,7 +53,7 @@ def read_prompts(
             check_ids(ids, row, tokenizer, data, vocabulary)
             kept = fitted(ids, row, data)
             if kept is not None:
-                writer.add_prompt(number, sample, kept)
+                writer.add_prompt(number, sample, kept, str(row.file))
         start += len(chunk)
         yield start / writer.num_rows
     num_filtered = writer.num_rows - writer.num_prompts

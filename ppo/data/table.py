@@ -3,7 +3,7 @@
 Owns how rows and token ids lie in the file, and how another process maps it. Must not know how a
 row is read or becomes tokens.
 
-    rows, pickled | token ids, int32 | ends of rows, ends of prompts, rows of prompts, int64
+    rows, pickled | token ids, int32 | int64: ends of rows and prompts, rows and kinds of prompts
 
 The file is in the folder for temporary files (TMPDIR), so the memory that it takes is page cache,
 which the system takes back when memory is short. Without a name nothing is left of it when the last
@@ -57,8 +57,9 @@ class Table:
         num_ids = (place.arrays_at - place.ids_at) // 4
         self._ids = np.frombuffer(self._bytes, np.int32, num_ids, place.ids_at)
         arrays = np.frombuffer(self._bytes, np.int64, offset=place.arrays_at)
-        ends = np.cumsum([place.num_rows + 1, place.facts.num_prompts + 1])
-        self._row_ends, self._ends, self._rows = np.split(arrays, ends)
+        number = place.facts.num_prompts
+        ends = np.cumsum([place.num_rows + 1, number + 1, number])
+        self._row_ends, self._ends, self._rows, self.kinds = np.split(arrays, ends)
 
     @classmethod
     def at(cls, place: Place) -> "Table":
@@ -100,7 +101,8 @@ class TableWriter:
             file = tempfile.TemporaryFile(prefix="prompts-", buffering=BUFFER_BYTES)  # noqa: SIM115
         self._file = cast(BufferedRandom, file)
         self._size = self._ids_at = 0
-        self._row_ends, self._ends, self._rows = array("q", [0]), array("q", [0]), array("q")
+        self._row_ends, self._ends = array("q", [0]), array("q", [0])
+        self._rows, self._kinds = array("q"), array("q")
         self._facts = Facts()
 
     @property
@@ -127,17 +129,17 @@ class TableWriter:
             for start, end in itertools.pairwise(self._row_ends):
                 yield pickle.loads(written[start:end])
 
-    def add_prompt(self, row: int, sample: Sample, ids: Sequence[int]) -> None:
-        """This row is the next prompt."""
+    def add_prompt(self, row: int, sample: Sample, ids: Sequence[int], file: str) -> None:
+        """This row, of that file, is the next prompt."""
         self._write(array("i", ids))
         self._ends.append(self._ends[-1] + len(ids))
         self._rows.append(row)
-        self._facts.add(sample, len(ids))
+        self._kinds.append(self._facts.add(sample, len(ids), file))
 
     def finish(self) -> Table:
         """The table, with a prompt at least."""
         arrays_at = self._size
-        for part in (self._row_ends, self._ends, self._rows):
+        for part in (self._row_ends, self._ends, self._rows, self._kinds):
             self._write(part)
         place = Place(
             process=os.getpid(),

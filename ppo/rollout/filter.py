@@ -103,6 +103,8 @@ class GroupPool:
         """Keep those groups of a scored round that differ. Collective."""
         self.round += 1
         self._last = samples
+        if self._sampler.wants_notes:
+            self._sampler.note(samples.prompts, self._rights(samples))
         if not self._keys.enable:
             self._waiting.append(samples)
             return
@@ -117,6 +119,8 @@ class GroupPool:
         Raises NothingToLearn on all ranks when there are none; but not where the prompts of the run
         have come to their end with them: then the iteration has samples of which none counts.
         """
+        if self._sampler.pooled is not None:
+            metrics.set("training/pooled", self._sampler.pooled)
         if not self._keys.enable:
             self.round, [samples], self._waiting = 0, self._waiting, []
             return samples
@@ -160,6 +164,20 @@ class GroupPool:
         metrics.set("filter_groups/surplus", surplus)
         for name in _WORDS:
             metrics.set(f"filter_groups/{name}", self._counts[name])
+
+    def _rights(self, samples: Samples) -> list[bool | None]:
+        """Whether all responses to a prompt pass; None where the reward of all failed. Collective.
+
+        Failed samples say nothing."""
+        table = torch.zeros(samples.total, 2)
+        passed = (samples.scores >= PASS_SCORE) & ~samples.failed
+        table[samples.numbers] = torch.stack([passed, ~samples.failed], -1).float()
+        dist.all_reduce(table, group=self._mesh.host_group)  # one rank has each row, others zeros
+        passes, scored = table.view(-1, samples.n, 2).sum(1).unbind(-1)
+        return [
+            None if number == 0 else right == number
+            for right, number in zip(passes.tolist(), scored.tolist(), strict=True)
+        ]
 
     def _values(self, samples: Samples) -> tuple[Tensor, Tensor]:
         """The metric of all samples [B] float64, and which have one. Collective."""

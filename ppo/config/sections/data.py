@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from ppo.config.bounds import (
+    Bound,
     FilePath,
     IntOrOff,
     Length,
@@ -46,6 +47,18 @@ class ValSetConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DifficultyConfig(Section):
+    """Prompts that the policy has learned come less often."""
+
+    pool: Annotated[float, Bound(ge=0.01, le=1)] | None = None
+    """how often a prompt of the pool comes, as a share of how often others do: 0.25 = in every
+    fourth pass; null = there is no pool"""
+    visits: Annotated[int, Bound(ge=1, le=255)] = 2
+    """a prompt is in the pool when all responses at so many of its visits, one after the other, had
+    a score of 1 or more; a wrong one takes it out"""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
     """Prompts: where they are, how they are cut, how many make a step."""
 
@@ -57,6 +70,11 @@ class DataConfig(Section):
     """validation sets by name, {NAME: {files, n, temperature, top_p, max_response_length}}: all
     but files may be left out, and follow rollout.val_kwargs and max_response_length; metrics
     val-core/NAME/SOURCE/..."""
+    mix: dict[str, Annotated[float, Bound(ge=0, le=1e6)]] = field(default_factory=dict)
+    """shares of the prompts of an epoch, {NAME: weight} for every data source, or training file;
+    0 leaves its prompts out; empty = all prompts once"""
+    difficulty: DifficultyConfig = field(default_factory=DifficultyConfig)
+    """how often easy prompts come"""
     prompt_key: str = "prompt"
     """column with the prompt: text, or a list of {role, content}"""
     reward_fn_key: str = "data_source"

@@ -230,7 +230,6 @@ _NOT_BUILT = {
     "train.async_queue_size",
     "an average of the weights": "enable_ema ema_beta train.enable_ema train.ema_beta",
     "4-bit loading": "load_in_4bit ds.load_in_4bit",
-    "a mixture with given shares": "prompt_data_probs data.prompt_probs",
     "clipping of rewards": "reward_clip_range reward.clip_range reward.stop_properly_penalty_coef",
     "the unbiased gradient of KL": "algo.kl.unbiased_gradient",
     "vision": "actor.freeze_visual_encoder",
@@ -239,6 +238,9 @@ _NOT_BUILT = {
 ADVICE |= {
     name: f"{why}; remove it" for why, names in _NOT_NEEDED.items() for name in names.split()
 }
+ADVICE |= dict.fromkeys(
+    ("prompt_data_probs", "data.prompt_probs"), "use data.mix, weights by data source or file"
+)
 ADVICE |= {
     name: f"{what} is not built; remove it"
     for what, names in _NOT_BUILT.items()

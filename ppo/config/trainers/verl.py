@@ -133,6 +133,7 @@ ADVICE = {
     "critic.optim.override_optimizer_config": "use betas, eps and weight_decay of critic.optim",
     "ref.ulysses_sequence_parallel_size": "all models share "
     "actor.ulysses_sequence_parallel_size; remove it",
+    "data.sampler": "use data.mix for shares of data sources, data.difficulty for a curriculum",
     "model.hf_config_path": "use model.override_config",
     **dict.fromkeys(
         (
@@ -209,8 +210,8 @@ _NOT_NEEDED = {
     "rewards are scored in processes of their own": "reward_model.launch_reward_fn_async "
     "reward.launch_reward_fn_async",
     "files are read where they are": "data.use_shm model.use_shm critic.model.use_shm",
-    "prompts are read once, by every rank": "data.dataloader_num_workers "
-    "data.filter_overlong_prompts_workers data.sampler data.datagen",
+    "prompts are read once, by one rank of a node": "data.dataloader_num_workers "
+    "data.filter_overlong_prompts_workers data.datagen",
     "validation takes the rows as they stand": "data.validation_shuffle",
     "the dataset gives all of it": "data.return_raw_input_ids data.return_raw_chat "
     "data.return_full_prompt data.return_multi_modal_inputs",

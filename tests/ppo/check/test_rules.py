@@ -92,6 +92,7 @@ def test_the_defaults_are_right():
         (["data.val_sets.a.files=[]"], "data.val_sets.a.files", ["at least one"]),
         (["trainer.early_stop.metric=-val-core/tiny/reward/mean@1"],
          "trainer.early_stop.metric", ["needs data.val_files"]),
+        (["data.mix={a: 0, b: 0}"], "data.mix", ["every weight is 0"]),
         (["reward.function.style=trl"], "reward.function.style", ["reward.function.path"]),
         (["reward.function.path=[a.py, b.py]", "reward.function.weights=[1]"],
          "reward.function", ["2 in path", "do not fit together"]),

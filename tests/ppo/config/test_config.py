@@ -237,6 +237,15 @@ def test_what_is_wrong_inside_a_mapping_is_named_by_its_dotted_key(value, words)
     assert found.startswith(words)
 
 
+def test_weights_of_a_mix_are_numbers_by_names_that_may_have_dots():
+    config = load("data.mix={openai/gsm8k: 2}", "data.mix.data/a.b.parquet=0.5")
+    assert config.data.mix == {"openai/gsm8k": 2.0, "data/a.b.parquet": 0.5}
+    assert from_yaml(to_yaml(config)) == config
+    for value, words in (("-1", "must be at least 0"), ("much", "must be a number")):
+        (found,) = problems(f"data.mix.a.jsonl={value}")
+        assert found.startswith(f"data.mix.a.jsonl = '{value}': {words}")
+
+
 def test_the_value_that_asks_for_no_unbuilt_feature_is_accepted():
     assert load("model.lora_rank=0", "reward.manager=naive") == load()
 

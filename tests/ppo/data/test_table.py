@@ -10,13 +10,15 @@ import sys
 import tempfile
 import tracemalloc
 import zlib
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from ppo.config import DataConfig
-from ppo.data.dataset import Prompt, PromptDataset, facts_of
+from ppo.data.dataset import Prompt, PromptDataset, facts_of, kinds_of
+from ppo.data.facts import Kind
 from ppo.data.reading import read_prompts
 from ppo.data.sampler import PromptSampler
 from ppo.data.table import Table
@@ -89,7 +91,9 @@ def test_prompts_that_are_left_out_leave_the_others_their_numbers_and_no_fact(tm
     assert facts.checksum == zlib.crc32(asked.encode())
     assert (facts.columns, facts.first_of_source) == ({"x", "z"}, {"s": 0, "t": 1})
     assert (facts.num_null_truths, facts.first_null_truth, facts.num_tokens) == (1, 2, 12)
-    assert facts_of(all_of(prompts)) == facts
+    kinds = {Kind("", kind.source): number for kind, number in facts.kinds.items()}
+    assert facts_of(all_of(prompts)) == replace(facts, kinds=kinds)
+    assert kinds_of(prompts)[1].tolist() == kinds_of(all_of(prompts))[1].tolist() == [0, 1, 0]
 
 
 def test_a_class_of_the_user_that_is_made_of_ours_has_facts_of_its_own():

@@ -10,6 +10,7 @@ import torch
 from ppo.batch.samples import Samples, joined, of_prompts
 from ppo.config import ConfigError, load_config
 from ppo.data.dataset import Prompt
+from ppo.data.difficulty import Difficulty
 from ppo.data.sampler import PromptSampler
 from ppo.engines.contract import Completion, Completions
 from ppo.metrics import Metrics
@@ -92,6 +93,19 @@ def pool_of(mesh: Any, *overrides: str, rows: int = 64, surplus: Any = None) -> 
     sampler = PromptSampler(prompts, batch_size=3, epochs=1)
     pool = GroupPool(config, mesh, sampler, surplus)
     return pool
+
+
+def test_what_a_round_says_of_its_prompts_goes_to_the_sampler(mesh):
+    config = load_config("ppo_tiny.yaml", ["rollout.n=2", "data.train_batch_size=4"])
+    prompts: Any = [prompt(i) for i in range(4)]
+    pooled = Difficulty(4, share=0.5, visits=1, seed=0)
+    sampler = PromptSampler(prompts, batch_size=4, shuffle=False, difficulty=pooled)
+    pool = GroupPool(config, mesh, sampler)
+    rounds(pool, scored([1, 1, 1, 0, None, 2, None, None], 2))  # the last says nothing
+    assert [pooled.skips(i, n) for i in range(4) for n in range(2)].count(True) == 2
+    metrics = Metrics()
+    pool.take(metrics)
+    assert metrics.reduce() == {"training/pooled": 0.5}
 
 
 def rounds(pool: GroupPool, *batches: Samples) -> None:
