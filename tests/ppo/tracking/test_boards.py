@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ppo.config import PACKAGES_OF_LOGGERS
 from ppo.tracking import board, tracker
 from ppo.tracking.board import About, Background
 from ppo.tracking.tracker import Tracker
@@ -60,6 +61,10 @@ def write(folder: Path, *, after: int | None, steps: list[int], keep: bool = Fal
 def steps_of(folder: Path) -> list[int]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["step"] for line in lines]
+
+
+def test_every_tracker_of_the_configuration_is_there() -> None:
+    assert tuple(tracker.TRACKERS) == PACKAGES_OF_LOGGERS
 
 
 def test_a_tracker_gets_everything_under_the_same_names(tmp_path, recording) -> None:
