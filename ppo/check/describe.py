@@ -45,6 +45,12 @@ def batch_lines(config: Config, dims: ParallelDims) -> Iterator[str]:
         f"  {prompts} prompts x {n} responses = {prompts * n} sequences of up to {longest} tokens "
         f"({count(prompts * n * longest)} tokens)"
     )
+    groups = config.algorithm.filter_groups
+    if groups.enable:
+        drawn, most = config.data.gen_batch_size, groups.max_num_gen_batches
+        limit = f", {_plural(most, 'round')} at most" if most else ""
+        yield f"  whose {groups.metric or 'score'} differs, from rounds of {drawn} prompts{limit}"
+        prompts = drawn
     replica = -(-prompts * n // dims.rollout_dp)
     yield (
         f"  generation: {replica} sequences per engine, "

@@ -7,7 +7,7 @@ Everything is decided from what all ranks know, so that it is the same on any nu
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,11 +72,12 @@ class GroupPool:
         config: Config,
         mesh: Mesh,
         sampler: PromptSampler,
-        surplus: Sequence[Mapping[str, Any]] | None = None,
+        surplus: Mapping[str, Any] | None = None,
     ) -> None:
         self._config, self._mesh, self._sampler = config, mesh, sampler
         self._keys = config.algorithm.filter_groups
-        found = decoded(surplus or [], config.rollout.n, holds=mesh.rank == 0)
+        surplus = surplus if self._keys.enable else None
+        found = decoded(surplus, config.rollout.n, holds=mesh.rank == 0)
         self._waiting = [] if found is None else [found]
         self._last: Samples | None = None
         self._counts: Counter[str] = Counter()

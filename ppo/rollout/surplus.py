@@ -18,7 +18,7 @@ from sharding.agree import gather_to_first
 from sharding.mesh import Mesh
 
 
-def encoded(parts: Sequence[Samples], mesh: Mesh) -> list[dict[str, Any]] | None:
+def encoded(parts: Sequence[Samples], mesh: Mesh) -> dict[str, Any] | None:
     """The samples of all ranks, in order, on the first rank; None elsewhere, and where there are
     none. Collective, if there are any."""
     if not parts:
@@ -32,19 +32,20 @@ def encoded(parts: Sequence[Samples], mesh: Mesh) -> list[dict[str, Any]] | None
     if told is None:
         return None
     rows = sorted((row for rows in told for row in rows), key=lambda row: row[:2])
-    return [sample for _, _, sample in rows]
+    return {"n": parts[0].n, "samples": [sample for _, _, sample in rows]}
 
 
-def decoded(state: Sequence[Mapping[str, Any]], n: int, *, holds: bool) -> Samples | None:
-    """Samples of `encoded`, n of a prompt; None where there are none.
+def decoded(state: Mapping[str, Any] | None, n: int, *, holds: bool) -> Samples | None:
+    """Samples of `encoded`; None where there are none, or not n of a prompt.
 
     holds: whether this rank gets them; another one knows their prompts alone.
     """
-    if not state:
+    if state is None or state["n"] != n or not state["samples"]:
         return None
-    rows = state if holds else []
+    whole = state["samples"]
+    rows = whole if holds else []
     samples = Samples(
-        prompts=[Prompt(*row["prompt"]) for row in state[::n]],
+        prompts=[Prompt(*row["prompt"]) for row in whole[::n]],
         n=n,
         numbers=list(range(len(rows))),
         completions=Completions.of(
@@ -57,7 +58,7 @@ def decoded(state: Sequence[Mapping[str, Any]], n: int, *, holds: bool) -> Sampl
     samples.failures = [row["failure"] for row in rows]
     samples.components = [dict(row["components"]) for row in rows]
     samples.answers = [row["answer"] for row in rows]
-    greedy = [row["greedy_score"] for row in state[::n]]
+    greedy = [row["greedy_score"] for row in whole[::n]]
     samples.greedy_scores = None if None in greedy else torch.tensor(greedy, dtype=torch.float32)
     return samples
 

@@ -383,12 +383,15 @@ class WaitingGuard(Guard):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("old_logprobs", [True, False])
+@pytest.mark.parametrize("old_logprobs", ["given", "none", "the engine's"])
 def test_a_micro_batch_never_makes_the_host_wait_for_the_gpu(tmp_path, old_logprobs):
     path, device = save_model(tmp_path / "model", "qwen2"), torch.device("cuda", 0)
     case, batch = Case(MODES[0], 1, True, 1, True, regularised=True), plain.make_data()
-    if not old_logprobs:  # entropy, and the mismatch with the engine
+    if old_logprobs == "none":  # entropy, and the mismatch with the engine
         batch = replace(batch, old_logprobs=None)
+    elif old_logprobs != "given":  # weights and rejections of the update's own log-probs
+        case = replace(case, loss_mode="gpg", rejecting=True)
+        batch = replace(batch, old_logprobs=batch.rollout_logprobs, bypasses_old=True)
     config = config_of(case)
     fsdp = replace(config.actor.fsdp, mixed_precision=MixedPrecisionConfig(param_dtype="bfloat16"))
     with init_distributed(device):

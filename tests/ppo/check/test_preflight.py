@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ppo.check.describe import batch_lines
 from ppo.check.memory_phases import GIB, Plan, host_bytes, kv_cache, micro_tokens, phases
 from ppo.check.preflight import check_shapes, find_models, run_check
 from ppo.check.remedies import fits
@@ -472,3 +473,11 @@ def test_a_kl_over_the_vocabulary_is_counted_where_it_is_held():
     of_host = {i.name: i.bytes for i in host_bytes(on)}["ref last hidden states"]
     assert of_host == 1024 * 512 * 3584 * 2  # every response token of the batch, once
     assert "ref last hidden states" not in {item.name for item in host_bytes(off)}
+
+
+def test_the_plan_of_dynamic_sampling_says_how_its_rounds_go_on():
+    config = load_config("dapo_tiny.yaml")
+    lines = "\n".join(batch_lines(config, config.dims(2, 2)))
+    assert "8 prompts x 4 responses = 32 sequences" in lines
+    assert "whose acc differs, from rounds of 6 prompts, 10 rounds at most" in lines
+    assert "generation: 12 sequences per engine, 8 at once" in lines
