@@ -204,7 +204,8 @@ def train(config: Config, run: Run) -> None:
             tracker.log(step, values)
             log_samples(tracker, scorer, samples, batch, prompts.tokenizer, step)
             metrics = Metrics(run.mesh.device)  # the save's time goes into the next row
-            obey_guards(config, run, checkpoints, models, state, tracker.mark_undone)
+            if obey_guards(config, run, checkpoints, models, state, tracker.mark_undone):
+                state.surplus = groups.drop_surplus()  # samples of weights that are undone
             total_steps = state.last_step(total_steps, values, run)
             if due(step, config.trainer.save_freq, total_steps):
                 save(metrics, values)

@@ -279,15 +279,16 @@ def obey_guards(
     models: Models,
     state: TrainState,
     mark: Callable[[int], None],
-) -> None:
+) -> bool:
     """What rules want at the end of an iteration: the end of the run, a rollback, a new critic.
 
-    mark: told the step after which rows of metrics are of what is undone. Raises GuardAbort on all
-    ranks. Collective.
+    mark: told the step after which rows of metrics are of what is undone. Returns whether weights
+    were rolled back. Raises GuardAbort on all ranks. Collective.
     """
     guard, critic = state.guard, models.critic
     guard.raise_abort()
-    if guard.rolls_back:
+    rolls_back = guard.rolls_back
+    if rolls_back:
         target = _roll_back(config, checkpoints, models, state)
         guard.rolled_back(state.step, target)
         mark(target["step"])
@@ -295,6 +296,7 @@ def obey_guards(
         reset_critic(config, run.mesh, run.dir, critic)
         guard.critic_is_new(state.step)
         logger.warning("after step %d: a new critic", state.step, extra={"every_rank": True})
+    return rolls_back
 
 
 def _roll_back(

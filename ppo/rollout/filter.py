@@ -140,6 +140,11 @@ class GroupPool:
         """What gives the groups that wait now as JSON: on the first rank. That is collective."""
         return partial(encoded, list(self._waiting), self._mesh)
 
+    def drop_surplus(self) -> Callable[[], Any]:
+        """Forget the groups that wait; what `surplus` gives then."""
+        self._waiting = []
+        return self.surplus()
+
     def _too_few(self, found: Samples) -> Samples:
         size, number = self._config.data.train_batch_size, len(found.prompts)
         said = f"{number} of {size} groups differ in {self._keys.metric or 'the score'} after "

@@ -160,6 +160,8 @@ def test_the_rest_waits_for_the_next_iteration_and_for_a_restart(mesh):
         found.append(samples)
         assert [p.uid for p in samples.prompts] == [4, 5, 6, 7]
     one, other = found
+    dropped = pool_of(mesh, "surplus=keep", surplus=state)
+    assert dropped.drop_surplus()() is None and dropped._waiting == []
     for changed in ({"n": 3}, {"samples": []}):  # accepted changes of the configuration
         assert pool_of(mesh, "surplus=keep", surplus=state | changed)._waiting == []
     assert pool_of(mesh, "enable=false", surplus=state)._waiting == []
