@@ -33,6 +33,7 @@ from ppo.batch.samples import RolloutBatch, Samples
 from ppo.batch.shares import overview_of, owners_of, share_out
 from ppo.check.preflight import run_check
 from ppo.config import Config, load_config, parse_args, values_of
+from ppo.data.printable import PrintableIds
 from ppo.data.prompts import total_steps_of
 from ppo.errors import InputError
 from ppo.forward_passes import response_logprobs, response_values
@@ -56,7 +57,7 @@ from ppo.state import (
     open_checkpoints,
     save_checkpoint,
 )
-from ppo.step_metrics import EngineAlarm, perf_metrics, summarise_batch
+from ppo.step_metrics import perf_metrics, summarise_batch, watch_for_degeneration
 from ppo.tracking.board import About
 from ppo.tracking.tracker import Tracker
 from ppo.update import (
@@ -99,7 +100,7 @@ def train(config: Config, run: Run) -> None:
         # last of what takes device memory: an engine sizes its cache by what is free then, and
         # what a start needs besides must not come out of it
         collector = owned.enter_context(open_collector(config, run, prompts, actor))
-        guard = state.guard
+        guard, is_text = state.guard, PrintableIds(prompts.tokenizer, collector.stop_token_ids)
         batchers = make_batchers(config, run.mesh, models, halvings=guard.state.halvings)
         # nothing can be refused any more: from here on this start writes the record of the run
         run.begin(step=state.step, anew=start is None or not checkpoints.owns(start))
@@ -136,7 +137,7 @@ def train(config: Config, run: Run) -> None:
 
         owned.push(save_if_stopped)
         owned.push(run.note_failure)  # first: what is closed on the way out may fail too
-        metrics, alarm = Metrics(run.mesh.device), EngineAlarm(config)
+        metrics = Metrics(run.mesh.device)
         if config.trainer.val_only:
             test(metrics)
             tracker.log(state.step, metrics.reduce(run.mesh.host_group))
@@ -195,11 +196,12 @@ def train(config: Config, run: Run) -> None:
             metrics.set("training/global_step", step)
             metrics.set("training/epoch", sampler.epoch)
             summarise_batch(batch, batchers.actor, metrics)
+            watch_for_degeneration(batch, batchers.actor, metrics, is_text)
             if prompts.val and due(step, config.trainer.test_freq, total_steps):
                 test(metrics)
             values = metrics.reduce(run.mesh.host_group)
             values |= perf_metrics(values, batch, models.actor, models.critic, config, run.mesh)
-            alarm.check(step, values)
+            values["response_length/drift"] = state.length_drift(values["response_length/mean"])
             values |= guard.after_step(step, values)
             tracker.log(step, values)
             log_samples(tracker, scorer, samples, batch, prompts.tokenizer, step)

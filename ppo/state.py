@@ -29,6 +29,8 @@ from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
+FIRST_STEPS = 5
+"""iterations that lengths are compared with"""
 CHANGED_KEY_ADVICE = (
     "change it back, start another run with trainer.experiment_name=NAME, or set "
     "trainer.allow_changed_config=true"
@@ -113,6 +115,8 @@ class TrainState:
     """where the sampler stood after them; None = at its start"""
     surplus: Callable[[], Any] = lambda: None
     """gives samples that were made and not yet trained on, as JSON; collective"""
+    first_lengths: list[float] = field(default_factory=list)
+    """mean lengths of responses in the first iterations"""
     said_best_is_missing: bool = False
     """not part of the state"""
 
@@ -120,6 +124,12 @@ class TrainState:
         """End an iteration: only now do its prompts count as used."""
         self.step, self.surplus = self.step + 1, surplus
         self.position = self.sampler.state_dict()
+
+    def length_drift(self, mean: float) -> float:
+        """Mean length of an iteration's responses over that of the first FIRST_STEPS."""
+        if len(self.first_lengths) < FIRST_STEPS:
+            self.first_lengths.append(mean)
+        return mean * len(self.first_lengths) / max(sum(self.first_lengths), 1.0)
 
     def last_step(self, total_steps: int, values: Mapping[str, float], run: Run) -> int:
         """The last iteration of the run: `total_steps`, or this one where the epochs hold no other
@@ -143,6 +153,7 @@ class TrainState:
             "kl_controller": self.kl_controller.state_dict(),
             "guard": self.guard.state_dict(),
             "running": None if self.running is None else self.running.state_dict(),
+            "first_lengths": self.first_lengths,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -157,6 +168,7 @@ class TrainState:
             self.sampler.load_state_dict(self.position)
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.guard.load_state_dict(state.get("guard", {}))
+        self.first_lengths = list(state.get("first_lengths", []))
         self.load_running(state)
 
     def load_running(self, state: Mapping[str, Any]) -> None:
@@ -167,7 +179,7 @@ class TrainState:
 
 def new_state(config: Config, sampler: PromptSampler, mesh: Mesh, running: Stateful) -> TrainState:
     """The state before the first iteration."""
-    trainer, rules = config.trainer, config.guards.all_rules()
+    trainer, rules = config.trainer, [*config.guards.all_rules(), *config.trainer.alarms.rules()]
     return TrainState(
         sampler,
         make_kl_controller(config.algorithm.kl_ctrl),
@@ -286,6 +298,7 @@ def obey_guards(
     were rolled back. Raises GuardAbort on all ranks. Collective.
     """
     guard, critic = state.guard, models.critic
+    run.note_alarms(guard.alarms)
     guard.raise_abort()
     rolls_back = guard.rolls_back
     if rolls_back:

@@ -1,14 +1,15 @@
 """What is logged of a rollout batch and of a step: every rank adds its rows."""
 
-import logging
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ppo.advantages import masked_variance
+from ppo.batch import degeneration
 from ppo.batch.packing import Batcher
 from ppo.batch.samples import RolloutBatch
 from ppo.config import Config
@@ -18,38 +19,6 @@ from ppo.model_shapes import AttentionShape
 from ppo.models.flops import ModelSize, batch_flops, utilisation
 from ppo.models.learner import Learner
 from sharding.mesh import Mesh
-
-logger = logging.getLogger(__name__)
-
-
-MOST_PROBS_DIFF = 0.01
-"""largest training/rollout_probs_diff_mean of an engine in float32; in bfloat16 it is usual"""
-
-
-class EngineAlarm:
-    """Says once that the engine samples from another distribution than the trainer scores.
-
-    It sees what the comparison of forwards at the start cannot: the engine, the weights that it
-    got, kernels of the device.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self._armed = config.rollout.dtype == "float32"
-
-    def check(self, step: int, values: Mapping[str, float]) -> None:
-        """Look at the reduced values of a step."""
-        found = values.get("training/rollout_probs_diff_mean", 0.0)
-        if self._armed and not found <= MOST_PROBS_DIFF:  # NaN too
-            self._armed = False
-            logger.warning(
-                "step %d: probabilities of trainer and engine differ by %.3g on average "
-                "(training/rollout_probs_diff_mean), by more than %g with an engine in float32: "
-                "they do not compute the same; compare rollout.engine=torch and sglang, and look "
-                "at rollout.engine_kwargs",
-                step,
-                found,
-                MOST_PROBS_DIFF,
-            )
 
 
 def _spread(metrics: Metrics, name: str, values: Tensor) -> None:
@@ -98,6 +67,48 @@ def summarise_batch(batch: RolloutBatch, batcher: Batcher, metrics: Metrics) -> 
     metrics.maximum("perf/cpu_memory_used_gb", high_water_kib / 2**20)
 
 
+def watch_for_degeneration(
+    batch: RolloutBatch,
+    batcher: Batcher,
+    metrics: Metrics,
+    is_text: Callable[[Tensor], Tensor],
+) -> None:
+    """Signs that the policy degenerates, of all samples and of those that count. Collective.
+
+    is_text: whether a token stands for printable text, of ids of any shape.
+    """
+    overview = batch.all
+    lengths, is_response = overview.response_lengths[batch.rows], batch.is_response
+    ids = batch.tokens.new_zeros(is_response.shape)
+    documents = zip(batch.documents(range(len(batch))), batch.prompt_lengths.tolist(), strict=True)
+    found = [document[length:] for document, length in documents]
+    flat = torch.cat(found) if found else batch.tokens[:0]
+    ids[is_response] = flat
+    loops = degeneration.looping(ids, lengths)
+    counts = (overview.counted > 0)[batch.rows]
+    metrics.add("degeneration/looping", loops.sum().item(), len(loops))
+    metrics.add("degeneration/unprintable", (~is_text(flat)).sum().item(), flat.numel())
+    keys = torch.zeros(len(overview), dtype=torch.long)
+    keys[batch.rows] = degeneration.answer_keys(ids, lengths)
+    dist.all_reduce(keys, group=batcher.mesh.dp_group)  # one rank has each, the others zeros
+    scored = ~overview.failed
+    of_groups = {
+        "distinct_answers": degeneration.distinct_share(keys, overview.group_ids),
+        "flat_groups": degeneration.flat_share(overview.scores[scored], overview.group_ids[scored]),
+    }
+    for name, share in of_groups.items():
+        if share is not None:
+            metrics.set(f"degeneration/{name}", share)
+    counted = overview.counted > 0
+    if counted.any() and not counted.all():
+        number = (loops & counts).sum().item()
+        metrics.add("degeneration/looping_counted", number, counts.sum().item())
+        of_counted = overview.response_lengths[counted].double().mean().item()
+        metrics.set("response_length/mean_counted", of_counted)
+        share = overview.cut[counted].double().mean().item()
+        metrics.set("response_length/clip_ratio_counted", share)
+
+
 def _balance(batch: RolloutBatch, batcher: Batcher, metrics: Metrics) -> None:
     """Tokens per dp rank: dealt out in order, and as assigned by cost."""
     lengths, dp = batch.all.lengths, batcher.budget.dp
@@ -124,7 +135,9 @@ def perf_metrics(
     tokens = values["perf/total_num_tokens"]
     perf = timing_shares(dict(values))
     if "memory_gib/step" in values:
-        perf["perf/max_memory_allocated_gb"] = values["memory_gib/step"]
+        held = perf["perf/max_memory_allocated_gb"] = values["memory_gib/step"]
+        total = torch.cuda.get_device_properties(mesh.device).total_memory / 2**30
+        perf["perf/max_memory_share"] = held / total
     perf["perf/throughput"] = tokens / values["timing_s/step"] / world_size
     for learner, epochs in ((actor, config.actor.ppo_epochs), (critic, config.critic.ppo_epochs)):
         if learner is not None:

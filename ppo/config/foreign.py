@@ -54,7 +54,7 @@ NOT_BUILT = {
     "rollout.tail": NotBuilt(None),
     "rollout.partial": NotBuilt(None),
     "trainer.profile_steps": NotBuilt("[]"),
-    "trainer.alarms": NotBuilt(None),
+    "trainer.alarms.comm_share": NotBuilt("null"),
 }
 
 

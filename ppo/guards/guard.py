@@ -83,8 +83,7 @@ class Guard:
             groups: device groups; reducing over one after the other is reducing over all ranks.
         """
         self.state = GuardState()
-        self.alarms: dict[str, str] = {}
-        """rules that hold at the moment, and what is the matter, in words"""
+        self._alarms: dict[Rule, str] = {}
         self._rules, self._warmup, self._groups = tuple(rules), critic_warmup, groups
         self._step = 0
         self._holding: dict[Rule, str] = {}
@@ -103,6 +102,11 @@ class Guard:
         return cls(rules, critic_warmup=config.trainer.critic_warmup, groups=groups)
 
     # What has been decided.
+
+    @property
+    def alarms(self) -> dict[str, str]:
+        """What is the matter at the moment, in words, by metric."""
+        return {rule.metric: text for rule, text in self._alarms.items()}
 
     @property
     def can_roll_back(self) -> bool:
@@ -251,8 +255,9 @@ class Guard:
             return False
         self._fired.add(rule)
         if is_first and (so_far == rule.for_steps or rule.max_fires is not None):
-            names = ", ".join(map(str, rule.actions))
-            self._say(f"{self._holding[rule]}{f', in {where}' if where else ''}: {names}")
+            does = ", ".join(str(action) for action in rule.actions if action.name != "warn")
+            text = self._holding[rule] + (f", in {where}" if where else "")
+            self._say(": ".join(filter(None, (text, does or rule.advice))))
         return True
 
     def _say(self, text: str) -> None:
@@ -263,9 +268,9 @@ class Guard:
         key, state = str(rule), self.state
         state.held[key] = state.held.get(key, 0) + 1 if rule in self._holding else 0
         if rule in self._holding:
-            self.alarms[key] = self._holding[rule]
+            self._alarms[rule] = self._holding[rule]
         else:
-            self.alarms.pop(key, None)
+            self._alarms.pop(rule, None)
         is_undone = rule in self._fired and "rollback" in rule.names
         if rule.condition == "change" and math.isfinite(value) and not is_undone:
             state.before[key] = value

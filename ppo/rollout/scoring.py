@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ppo.batch.degeneration import component_sums, variance_parts
 from ppo.batch.samples import Overview, Samples
 from ppo.config import Config
 from ppo.data.dataset import Prompt
@@ -222,8 +223,14 @@ class Scorer:
             prompt, failure = samples.prompt(first), samples.failures[first]
             sample = describe(prompt, samples.texts[first], failure)
             shown = samples.numbers[first], sample, (failure or "").splitlines()[-1]
-        told = gather((kinds, shown), self.run.mesh.host_group)
-        counts = sum((kinds for kinds, _ in told), Counter())
+        scored = [i for i in range(len(samples)) if not samples.failed[i]]
+        sums = component_sums(
+            samples.scores[scored].tolist(), [samples.components[i] for i in scored]
+        )
+        told = gather((kinds, shown, sums), self.run.mesh.host_group)
+        for name, part in variance_parts([sums for *_, sums in told]).items():
+            metrics.set(f"reward/variance_part/{name.removeprefix('extra/')}", part)
+        counts = sum((kinds for kinds, *_ in told), Counter())
         metrics.count("reward/failed", counts["error"])
         metrics.count("reward/timeout", counts["timeout"])
         end = given_up or self._too_many(counts.total(), samples.total)
@@ -231,7 +238,7 @@ class Scorer:
             return
         text = ""
         if counts:
-            _, sample, line = min(shown for _, shown in told if shown is not None)
+            _, sample, line = min(shown for _, shown, _ in told if shown is not None)
             is_new = end is not None or not self.has_shown_failure
             text = f"; the first:\n{sample}" if is_new else f"; the first: {line}"
             self.has_shown_failure = True

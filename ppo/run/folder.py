@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -36,18 +36,24 @@ LONGEST_REASON = 2000
 OUR_LOGGERS = ("__main__", "train_ppo", "rollout", "ppo", "sharding")
 
 
-def write_status(folder: Path, state: Outcome, *, step: int, reason: str) -> None:
+def write_status(
+    folder: Path, state: Outcome, *, step: int, reason: str, alarms: Mapping[str, str] | None = None
+) -> None:
     """Replace status.json: {"state", "step", "reason"}; launch scripts requeue from it.
+
+    alarms: what is the matter, by metric: a fourth entry, where there is anything.
 
     On a disk that is full the file that is there is written over: it has its block.
     """
     path = folder / "status.json"
-    status = {"state": state, "step": step, "reason": reason}
+    status: dict[str, Any] = {"state": state, "step": step, "reason": reason}
+    status |= {"alarms": dict(alarms)} if alarms else {}
     try:
         replace_text(path, json.dumps(status) + "\n")
     except OSError:
         if not path.is_file():
             raise
+        status.pop("alarms", None)
         content = json.dumps(status | {"reason": reason[:LONGEST_REASON]}) + "\n"
         with path.open("r+b") as file:
             file.write(content.encode())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -235,6 +235,12 @@ class Run:
         except OSError as exception:
             error = ValueError(f"run folder {self.dir}: {exception}")
         self.agree(error)
+
+    def note_alarms(self, alarms: Mapping[str, str]) -> None:
+        """What is the matter, by metric: status.json has it from now on (rank 0)."""
+        if alarms != self._status.alarms:
+            self._status.alarms = dict(alarms)
+            self._status.note("running")
 
     def status(self, state: Outcome, step: int, reason: str = "") -> None:
         """Write status.json (rank 0), remember the step. A failure stays until the next start."""

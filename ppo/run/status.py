@@ -21,6 +21,8 @@ class Status:
         self.folder = folder
         self.step = 0
         """iterations done"""
+        self.alarms: dict[str, str] = {}
+        """what is the matter at the moment, by metric"""
         self.is_ours = False
         """whether this start may write: before, the outcome of an earlier one stays"""
         self.is_cause = False
@@ -37,7 +39,7 @@ class Status:
     def write(self, state: Outcome, reason: str) -> None:
         """A run must not fail, and a failure not be hidden, because it cannot be written down."""
         try:
-            write_status(self.folder, state, step=self.step, reason=reason)
+            write_status(self.folder, state, step=self.step, reason=reason, alarms=self.alarms)
         except OSError as error:
             logger.error("status.json does not say %s: %s", state, error)
 

@@ -76,6 +76,8 @@ class Rule:
     actions: tuple[Action, ...]
     max_fires: int | None = None
     """within FIRES_WINDOW iterations; None: no limit"""
+    advice: str = ""
+    """said with it"""
 
     def holds(self, value: float, before: float | None = None) -> bool:
         """Whether the value is as the rule says; `before`: of the last iteration that counts.

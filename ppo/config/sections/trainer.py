@@ -10,14 +10,17 @@ from ppo.config.bounds import (
     FilePath,
     HangTimeout,
     NonNegativeInt,
+    Positive,
     PositiveInt,
     Ranks,
     Seconds,
     Seed,
+    Share,
     StepsOrEnd,
     Timeout,
 )
 from ppo.config.fields import MayChange, Section, seconds
+from ppo.config.sections.guards import MEMORY, Action, Condition, Rule
 
 LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
 PACKAGES_OF_LOGGERS = ("wandb", "trackio", "mlflow", "swanlab")
@@ -45,6 +48,77 @@ class EarlyStopConfig(Section):
     patience: PositiveInt = 3
     """the run ends when it was so often not better than the best, one after the other; steps
     without it do not count"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmsConfig(Section):
+    """What is warned about, once until it is no longer so; null = not. status.json has it too."""
+
+    reshard_share: Share | None = 0.05
+    """timing_share/reshard above it: part of the time that weights take on their way"""
+    memory: Share | None = 0.95
+    """perf/max_memory_share above it: share of a device's memory"""
+    ref_kl: Positive | None = 0.1
+    """actor/ref_kl above it: the policy has left the reference"""
+    rollout_probs_diff_mean: Positive | None = 0.01
+    """training/rollout_probs_diff_mean above it: engine and trainer do not compute the same"""
+    mfu_below: Share | None = None
+    """perf/mfu/actor below it"""
+    throughput_below: Positive | None = None
+    """perf/throughput below it: tokens per second and device"""
+    kv_util_below: Share | None = None
+    """rollout/kv_util below it: a smaller rollout.gpu_memory_utilization would do"""
+    cut: Share | None = 0.5
+    """response_length/clip_ratio above it: share of responses that are cut by length"""
+    length_drift: Positive | None = 3.0
+    """response_length/drift above it, or below 1 / it: against the first iterations"""
+    looping: Share | None = 0.2
+    """degeneration/looping above it: share of responses that repeat themselves"""
+    unprintable: Share | None = 0.2
+    """degeneration/unprintable above it: share of tokens that are no text"""
+    flat_groups: Share | None = None
+    """degeneration/flat_groups above it: share of groups from which nothing is learned"""
+    distinct_answers_below: Share | None = None
+    """degeneration/distinct_answers below it: a group's responses end alike"""
+
+    def rules(self) -> list[Rule]:
+        """The alarms as rules of guards."""
+        drift = self.length_drift
+        probs = "compare rollout.engine=torch and sglang, and look at rollout.engine_kwargs"
+        diff = "training/rollout_probs_diff_mean"
+        found = [
+            _alarm("timing_share/reshard", self.reshard_share),
+            _alarm(MEMORY, self.memory),
+            _alarm("actor/ref_kl", self.ref_kl),
+            _alarm(diff, self.rollout_probs_diff_mean, advice=probs),
+            _alarm("perf/mfu/actor", self.mfu_below, "below"),
+            _alarm("perf/throughput", self.throughput_below, "below"),
+            _alarm("rollout/kv_util", self.kv_util_below, "below"),
+            _alarm("response_length/clip_ratio", self.cut, advice="data.max_response_length"),
+            _alarm("response_length/drift", drift),
+            _alarm("response_length/drift", drift and 1 / drift, "below"),
+            _alarm("degeneration/looping", self.looping, advice="look at samples/"),
+            _alarm("degeneration/unprintable", self.unprintable, advice="look at samples/"),
+            _alarm("degeneration/flat_groups", self.flat_groups),
+            _alarm("degeneration/distinct_answers", self.distinct_answers_below, "below"),
+        ]
+        if self.rollout_probs_diff_mean is not None:
+            found.append(_alarm(diff, 0.0, "not_finite", advice=probs))
+        return [rule for rule in found if rule is not None]
+
+
+def _alarm(
+    metric: str, threshold: float | None, condition: Condition = "above", *, advice: str = ""
+) -> Rule | None:
+    if threshold is None:
+        return None
+    return Rule(
+        metric=metric,
+        condition=condition,
+        threshold=threshold,
+        actions=(Action("warn"),),
+        advice=advice,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +183,8 @@ class TrainerConfig(Section):
     """auto = CUDA where there is one"""
     numa_binding: MayChange[bool] = True
     """on CUDA, keep each rank on the cores of its GPU's NUMA node, where the system shows it"""
+    alarms: MayChange[AlarmsConfig] = field(default_factory=AlarmsConfig)
+    """what is warned about"""
     deterministic: bool = False
     """deterministic kernels, and per-sample seeds in SGLang on CUDA: slower"""
 

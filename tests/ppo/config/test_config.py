@@ -200,7 +200,7 @@ def test_a_key_of_another_trainer_whose_feature_is_missing_says_so():
 
 @pytest.mark.parametrize(
     "override",
-    ["model.lora_rank=8", "trainer.alarms.memory=0.9"],
+    ["model.lora_rank=8", "trainer.alarms.comm_share=0.1"],
 )
 def test_a_feature_that_is_not_built_is_refused_by_name(override):
     (found,) = problems(override)

@@ -256,3 +256,22 @@ def test_an_update_is_left_out_by_what_is_known_before_it():
         "guard/skip_update": 1.0,
         "guard/kl_factor": 1.5,
     }
+
+
+def test_an_engine_that_disagrees_is_said_once_with_what_to_do(caplog):
+    config = load_config(None, [*REQUIRED, "trainer.alarms.ref_kl=null"])
+    assert not [r for r in config.trainer.alarms.rules() if r.metric == "actor/ref_kl"]
+    guard = Guard(config.trainer.alarms.rules())
+    for step, value in enumerate([0.009, 0.02, 0.3, 0.009, math.nan, 0.0], start=1):
+        end(guard, step, training__rollout_probs_diff_mean=value)
+        assert bool(guard.alarms) == (step in (2, 3, 5))
+    first, second = (record.message for record in caplog.records)
+    assert first.startswith("step 2: training/rollout_probs_diff_mean = 0.02, above 0.01: compare")
+    assert second.startswith("step 5: training/rollout_probs_diff_mean = nan, not finite")
+
+
+def test_lengths_may_drift_up_or_down(caplog):
+    guard = Guard(load_config(None, list(REQUIRED)).trainer.alarms.rules())
+    for step, value in enumerate([1.0, 3.1, 0.3, 0.4], start=1):
+        end(guard, step, response_length__drift=value)
+    assert [record.message[:6] for record in caplog.records] == ["step 2", "step 3"]
