@@ -1,5 +1,7 @@
 """Which tokens are text."""
 
+from typing import Any
+
 import torch
 
 from ppo.data.printable import PrintableIds, is_printable
@@ -12,7 +14,7 @@ def test_control_characters_halves_and_private_ones_are_no_text():
 
 
 def test_ids_are_judged_by_their_text_and_ends_are_no_fault():
-    tokenizer = build_tiny_tokenizer()
+    tokenizer: Any = build_tiny_tokenizer()
     end, [letter] = tokenizer.eos_token_id, tokenizer.encode("a", add_special_tokens=False)
     others = [i for i in tokenizer.all_special_ids if i != end]
     [control] = tokenizer.encode("\x01", add_special_tokens=False)
