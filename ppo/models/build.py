@@ -61,8 +61,8 @@ def vocabulary_of(path: str | Path, model_config: ModelConfig) -> int | None:
 def load_hf_config(path: str | Path, model_config: ModelConfig) -> Any:
     """transformers' configuration of a folder or hub name, with model.override_config applied.
 
-    What is drawn at random in training (dropout, skipped layers, noise of a router) is set to 0:
-    the ratio of the first mini-batch has to be exactly 1.
+    What is drawn at random in training (dropout, skipped layers, noise of a router) has no effect:
+    models stay in evaluation mode, so that the ratio of the first mini-batch is exactly 1.
     Raises InputError when there is no such model or a key to override does not exist.
     """
     from transformers import AutoConfig
@@ -78,8 +78,9 @@ def load_hf_config(path: str | Path, model_config: ModelConfig) -> Any:
         setattr(config, key, value)
     for key, value in config.to_dict().items():
         if _RANDOM_KEY.search(key) and isinstance(value, float) and value > 0:
-            logger.info("%s: %s=%s is set to 0", path, key, value)
-            setattr(config, key, 0.0)
+            logger.info(
+                "%s: %s=%s has no effect: every pass is that of evaluation", path, key, value
+            )
     text = config.get_text_config()
     if getattr(text, "output_router_logits", False):
         logger.warning(
@@ -237,7 +238,7 @@ def _shard(
     forward_only: bool,
     shard_dim1: Callable[[str, nn.Parameter], bool] | None,
 ) -> None:
-    module.train(not forward_only)
+    module.eval()  # also to train: what is random in training would change the first ratio
     module.requires_grad_(not forward_only)
     if checkpointing:
         checkpoint_activations(module)

@@ -241,7 +241,10 @@ def label_logprobs(
 ) -> LabelLogprobs:
     """A causal LM's forward; ppo.models.build_causal_lm documents the call."""
     hidden = _hidden_states(module, input_ids, position_ids, positions, attention)
-    weight = module.get_output_embeddings().weight
+    head = module.get_output_embeddings()
+    weight = head.weight
+    if getattr(head, "bias", None) is not None:
+        hidden, weight = with_bias(hidden, weight, head.bias)
     found = token_logprobs(
         hidden,
         weight,
@@ -253,6 +256,12 @@ def label_logprobs(
         reference=reference,
     )
     return found._replace(hidden=hidden.to(weight.dtype)) if with_hidden else found
+
+
+def with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states [K, H + 1] and head [V, H + 1] whose product has the bias [V] in it."""
+    ones = hidden.new_ones(len(hidden), 1)
+    return torch.cat([hidden, ones], 1), torch.cat([weight, bias[:, None]], 1)
 
 
 def values(

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ppo.config import OptimConfig
 from ppo.logprobs import LogitTransform, Reference
+from ppo.models.forward import with_bias
 from ppo.models.schedule import lr_factor
 from sharding.adamw import NarrowAdamW
 from sharding.fsdp import gradient_norm
@@ -68,14 +69,22 @@ class Model:
     def whole_head(self) -> Head:
         """The output head of a causal LM, on the device and the caller's own. Collective."""
         with self.on_device() as module:
-            weight = module.get_output_embeddings().weight.detach()  # pyright: ignore
-            whole = here = weight
-            if isinstance(weight, DTensor):
-                moved: Any = weight.to(self.device)
-                whole, here = moved.full_tensor(), moved.to_local()
-            if whole.untyped_storage().data_ptr() == here.untyped_storage().data_ptr():
-                whole = whole.clone()  # nothing was gathered, and the parameter goes to the host
+            head: Any = module.get_output_embeddings()  # pyright: ignore
+            whole = self._whole(head.weight)
+            if getattr(head, "bias", None) is not None:
+                whole = with_bias(whole[:0], whole, self._whole(head.bias))[1]
             return Head(whole, module.forward_plan.transform)  # pyright: ignore
+
+    def _whole(self, parameter: Tensor) -> Tensor:
+        """A parameter gathered on the device, in memory of its own. Collective."""
+        parameter = parameter.detach()
+        whole = here = parameter
+        if isinstance(parameter, DTensor):
+            moved: Any = parameter.to(self.device)
+            whole, here = moved.full_tensor(), moved.to_local()
+        if whole.untyped_storage().data_ptr() == here.untyped_storage().data_ptr():
+            whole = whole.clone()  # nothing was gathered, and the parameter goes to the host
+        return whole
 
 
 @dataclass(kw_only=True)
@@ -92,16 +101,14 @@ class Learner(Model):
 
     @contextmanager
     def updating(self) -> Iterator[nn.Module]:
-        """Parameters and optimizer state on the device, in training mode; they rest afterwards."""
+        """Parameters and optimizer state on the device; they rest afterwards."""
         if self.param_offload:
             reload_module(self.module, self.device)
         if self.optimizer_offload:
             reload_optimizer(self.optimizer, self.device)
-        self.module.train()
         try:
             yield self.module
         finally:
-            self.module.eval()
             self.rest()
 
     def rest(self) -> None:

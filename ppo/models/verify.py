@@ -49,9 +49,8 @@ def examine(
     Raises InputError, which names the family: log-probs differ, packed and padded; logits are no
     scaled and capped product of hidden states and head; no copy can be made.
     """
-    head = module.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
-        raise InputError(f"{type(module).__name__}: needs an output head without bias")
+    if module.get_output_embeddings() is None:
+        raise InputError(f"{type(module).__name__}: has no output head")
     question = (f"{type(config)} {config.to_json_string(use_diff=False)}", pack, compare)
     if question not in _EXAMINED:
         _EXAMINED[question] = _examine(
@@ -166,12 +165,16 @@ def _measured_transform(module: Any, backbone: _Backbone) -> LogitTransform:
     own = nn.Parameter(torch.zeros(rows, width), requires_grad=False)
     own[:, 0] = product
     part.forward = lambda *_, **__: backbone.output(last_hidden_state=hidden)
-    head.weight = own
+    head.weight, bias = own, getattr(head, "bias", None)
+    if bias is not None:
+        head.bias = nn.Parameter(torch.zeros(rows), requires_grad=False)
     try:
         ids = torch.zeros(1, 2, dtype=torch.long)
         logits = module(input_ids=ids, use_cache=False).logits[0, -1].float()  # [rows]
     finally:
         part.forward, head.weight = forward, weight
+        if bias is not None:
+            head.bias = bias
     scale, most = (logits[0] / product[0]).item(), logits.abs().max().item()
     is_capped = most < 0.5 * abs(scale) * product.abs().max().item()
     transform = LogitTransform(scale, most if is_capped else None)

@@ -177,7 +177,8 @@ class _Asker:
 def vocabulary_rows(module: Any, num_ids: int) -> dict[str, int]:
     """Names of embedding and head with the rows that are sent, where they have more."""
     parts = (module.get_input_embeddings(), module.get_output_embeddings())
-    whole = {id(part.weight) for part in parts if len(part.weight) > num_ids}
+    tensors = [t for part in parts for t in (part.weight, getattr(part, "bias", None))]
+    whole = {id(tensor) for tensor in tensors if tensor is not None and len(tensor) > num_ids}
     return {name: num_ids for name, p in named_shards(module) if id(p) in whole}
 
 

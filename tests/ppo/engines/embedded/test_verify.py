@@ -36,7 +36,8 @@ def test_a_family_that_it_cannot_generate_with_is_refused_by_name(family, reason
 
 # glm4_moe: the bias of its experts is a buffer of the checkpoint
 @pytest.mark.parametrize(
-    "family", ["qwen2", "gemma2", "mistral", "gpt_neox", "opt", "granite", "glm4_moe", "apertus"]
+    "family",
+    ["qwen2", "gemma2", "mistral", "gpt_neox", "opt", "granite", "glm4_moe", "apertus", "phi"],
 )
 def test_families_with_windows_caps_positions_and_scales_of_their_own_are_right(family):
     check_generation(AutoConfig.for_model(family, **EXTRA.get(family, {})))
