@@ -6,7 +6,7 @@ Owns epochs and batches. Must not know ranks: every rank draws the same global b
 import logging
 import random
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ppo.data.dataset import Prompt, Prompts, facts_of
@@ -58,8 +58,7 @@ class PromptSampler:
         self._difficulty = difficulty
         self._last: dict[int, int] = {}  # prompts of the last batch: uid -> number
         parts = parts_of(dataset, mix) if mix else []
-        numbers = [array("q", part.prompts.tolist()) for part in parts]
-        numbers = numbers or [array("q", range(len(dataset)))]
+        numbers: list[Iterable[int]] = [part.prompts for part in parts] or [range(len(dataset))]
         names = [f"{seed}-{part.name}" for part in parts] or [f"{seed}"]
         skips = difficulty.skips if difficulty is not None else None
         self._passes = [
@@ -67,7 +66,7 @@ class PromptSampler:
             for own, name in zip(numbers, names, strict=True)
         ]
         self._is_plain = not mix and difficulty is None
-        self._size = sum(map(len, numbers))
+        self._size = sum(len(part) for part in self._passes)
         self._turns = turns([p.weight for p in parts], self._size) if len(parts) > 1 else None
         self._epoch = self._position = 0  # position: prompts of the epoch that were drawn
         self._say_what_is_left_out(batch_key)
@@ -199,16 +198,20 @@ class _Passes:
     """Some prompts in one order after the other, without end."""
 
     def __init__(
-        self, prompts: array, seed: str | None, skips: Callable[[int, int], bool] | None
+        self, prompts: Iterable[int], seed: str | None, skips: Callable[[int, int], bool] | None
     ) -> None:
         """seed: of the shuffles; None = in order. skips: prompts that a pass leaves out."""
         self._prompts, self._seed, self._skips = prompts, seed, skips
         self.begin(0)
 
+    def __len__(self) -> int:
+        """Prompts of a pass, those that are left out too."""
+        return len(self._order)
+
     def begin(self, number: int, position: int = 0) -> None:
         """Go on at a place of a pass."""
         self.number, self.position = number, position
-        self._order = self._prompts[:]
+        self._order = array("q", self._prompts)
         if self._seed is not None:
             random.Random(f"{self._seed}-{number}").shuffle(self._order)
 
