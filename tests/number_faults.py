@@ -98,8 +98,8 @@ def rewards(batch: int, *, less: float) -> Iterator[None]:
     seen = [0]
 
     def make(score: Any) -> Any:
-        def collapsing(scorer: Scorer, samples: Any, metrics: Metrics) -> None:
-            score(scorer, samples, metrics)
+        def collapsing(scorer: Scorer, samples: Any, *rest: Any, **named: Any) -> None:
+            score(scorer, samples, *rest, **named)
             seen[0] += 1
             if seen[0] == batch:
                 samples.scores -= less
