@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,11 +74,13 @@ class EarlyStop:
     @property
     def reason(self) -> str:
         """Why the run ends; empty while it goes on."""
-        if self.config.metric is None or self.worse < self.config.patience:
+        metric = self.config.metric
+        if metric is None or self.worse < self.config.patience:
             return ""
-        return f"trainer.early_stop: {self.config.metric} was {self.worse} times not better" + (
-            "" if self.best is None else f" than {abs(self.best):.6g}"
-        )
+        text = f"trainer.early_stop: {metric} was {self.worse} times not better"
+        if self.best is None:
+            return text
+        return f"{text} than {-self.best if metric.startswith('-') else self.best:.6g}"
 
     def state_dict(self) -> dict[str, Any]:
         """Of which metric, the best value, and how often it was not reached."""
@@ -119,6 +122,9 @@ class TrainState:
     """mean lengths of responses in the first iterations"""
     said_best_is_missing: bool = False
     """not part of the state"""
+    named: dict[str, str] = field(default_factory=dict)
+    """metrics that the configuration names, by key, until a step has shown whether they are
+    there; not part of the state"""
 
     def commit(self, surplus: Callable[[], Any] = lambda: None) -> None:
         """End an iteration: only now do its prompts count as used."""
@@ -135,12 +141,38 @@ class TrainState:
         """The last iteration of the run: `total_steps`, or this one where the epochs hold no other
         batch of prompts, or trainer.early_stop says so by the values of the step."""
         self.early_stop.note(values)
+        self.say_missing(values)
         if not self.sampler.has_next():
             return self.step
         if not self.early_stop.reason:
             return total_steps
         run.ends_early(self.early_stop.reason)
         return self.step
+
+    def say_missing(self, values: Mapping[str, float]) -> None:
+        """Warn, once, of each metric that the configuration names and that a step does not have.
+
+        Only a validation has those of a validation, and only an update of the actor all others.
+        """
+        measured = {
+            True: any(name.startswith("val-") for name in values),
+            False: "actor/grad_norm" in values,
+        }
+        for key, metric in [*self.named.items()]:
+            if not measured[metric.startswith("val-")]:
+                continue
+            del self.named[key]
+            if metric in values:
+                continue
+            near = get_close_matches(metric, values, n=1)
+            logger.warning(
+                "%s: step %d has no metric %s%s; nothing is done until one has it, said once",
+                key,
+                self.step,
+                metric,
+                f" (did you mean {near[0]}?)" if near else "",
+                extra={"every_rank": True},
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The state at the last iteration boundary. Collective where there is a surplus."""
@@ -187,7 +219,16 @@ def new_state(config: Config, sampler: PromptSampler, mesh: Mesh, running: State
         running,
         EarlyStop(trainer.early_stop),
         validation_due=trainer.val_before_train,
+        named=_named_metrics(config),
     )
+
+
+def _named_metrics(config: Config) -> dict[str, str]:
+    """The metrics of early stop and of the rules of guards, by key; keep_best says it itself."""
+    named = {f"guards.rules[{i}]": rule["metric"] for i, rule in enumerate(config.guards.rules)}
+    if config.trainer.early_stop.metric is not None:
+        named["trainer.early_stop.metric"] = config.trainer.early_stop.metric.removeprefix("-")
+    return {key: metric for key, metric in named.items() if not metric.startswith("guard/")}
 
 
 def save_checkpoint(

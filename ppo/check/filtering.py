@@ -6,7 +6,7 @@ Owns what of this cannot work. Must not look at files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ppo.config import Config, Problem
 
@@ -21,14 +21,20 @@ def filtering_problems(config: Config) -> list[Problem]:
 def _bounds(config: Config) -> Iterator[Problem]:
     correction = config.algorithm.rollout_correction
     icepop = correction.icepop
-    if icepop is not None and (len(icepop) != 2 or icepop[0] >= icepop[1]):
-        rule = "must be [lo, hi] with lo < hi"
+    if icepop is not None and not _holds_one(icepop):
+        rule = (
+            "must be [lo, hi] with lo < hi and 1, the ratio where engine and trainer agree, between"
+        )
         yield Problem(f"{_CORRECTION}.icepop", icepop, rule, "use [0.5, 5.0]")
     try:
         _ = correction.rejections
     except ValueError as error:
         fix = "use {seq_mean_k1: [0.999, 1.001]} or so"
         yield Problem(f"{_CORRECTION}.reject", correction.reject, str(error), fix)
+
+
+def _holds_one(bounds: Sequence[float]) -> bool:
+    return len(bounds) == 2 and bounds[0] <= 1 <= bounds[1] and bounds[0] < bounds[1]
 
 
 def _bypass(config: Config) -> Iterator[Problem]:

@@ -12,6 +12,8 @@ from ppo.config import (
     ESTIMATOR_NEEDS,
     AlgorithmConfig,
     Config,
+    DifficultyConfig,
+    EarlyStopConfig,
     FilterGroupsConfig,
     RolloutConfig,
     unusual_values,
@@ -133,6 +135,9 @@ def _groups(config: Config) -> Iterator[str]:
             "algorithm.filter_groups.metric: with reward.overlong_buffer lengths alone make scores "
             "differ; use acc, or another entry of the reward's dict"
         )
+    threshold = config.algorithm.rollout_correction.rollout_is_threshold
+    if threshold is not None and config.algorithm.correction.rollout_is is None:
+        yield "algorithm.rollout_correction.rollout_is_threshold has no effect without rollout_is"
     if has_penalty != (reward.manager == "dapo"):
         yield "reward.overlong_buffer.len and reward.manager=dapo have no effect without each other"
 
@@ -150,6 +155,19 @@ def _data(config: Config) -> Iterator[str]:
         yield "reward.weights.model has no effect without reward.model.enable"
     if function.path is None and (function.kwargs or function.name != ["compute_score"]):
         yield "reward.function.name and kwargs have no effect without reward.function.path"
+    if data.difficulty.pool is None and data.difficulty != DifficultyConfig():
+        yield "data.difficulty.visits has no effect without data.difficulty.pool"
+    if data.difficulty.pool == 1:
+        yield "data.difficulty.pool = 1: prompts of the pool come as often as others"
+    trainer = config.trainer
+    early, least = trainer.early_stop, trainer.test_freq
+    if early.metric is None and early != EarlyStopConfig():
+        yield "trainer.early_stop.patience has no effect without trainer.early_stop.metric"
+    if early.metric is not None and early.metric.removeprefix("-").startswith("val-") and least < 1:
+        yield (
+            f"trainer.early_stop.metric has no effect with trainer.test_freq = {least}: nothing is "
+            "validated between the first and the last iteration"
+        )
     if config.trainer.val_before_train and not config.val_sets and config.trainer.keep_best:
         yield "trainer.keep_best: there are no data.val_files, only training metrics exist"
 

@@ -27,7 +27,12 @@ from ppo.config.sections.algorithm import (
     RejectRule,
     RolloutCorrectionConfig,
 )
-from ppo.config.sections.data import CustomClassConfig, DataConfig, ValSetConfig
+from ppo.config.sections.data import (
+    CustomClassConfig,
+    DataConfig,
+    DifficultyConfig,
+    ValSetConfig,
+)
 from ppo.config.sections.guards import FIRES_WINDOW, MEMORY, GuardsConfig, Rule, parse_rule
 from ppo.config.sections.model import (
     FsdpConfig,
@@ -62,6 +67,7 @@ __all__ = [
     "CriticConfig",
     "CustomClassConfig",
     "DataConfig",
+    "DifficultyConfig",
     "EarlyStopConfig",
     "EngineTraits",
     "FilterGroupsConfig",

@@ -84,7 +84,9 @@ class Guard:
         """
         self.state = GuardState()
         self._alarms: dict[Rule, str] = {}
-        self._rules, self._warmup, self._groups = tuple(rules), critic_warmup, groups
+        # of two that say the same, which would count twice, the last: a rule beside the preset's
+        self._rules = tuple({str(rule): rule for rule in rules}.values())
+        self._warmup, self._groups = critic_warmup, groups
         self._step = 0
         self._holding: dict[Rule, str] = {}
         """rules that hold in this iteration, in words"""

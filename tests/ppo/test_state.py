@@ -13,7 +13,14 @@ from ppo.guards.guard import Guard
 from ppo.kl import FixedKLController
 from ppo.models.learner import Learner
 from ppo.models.roles import Models
-from ppo.state import EarlyStop, TrainState, find_start, load_models, state_problem
+from ppo.state import (
+    EarlyStop,
+    TrainState,
+    find_start,
+    load_models,
+    new_state,
+    state_problem,
+)
 from sharding.checkpoint import Checkpointer
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
 
@@ -40,7 +47,29 @@ def test_a_run_ends_when_its_metric_was_not_better_so_often_in_a_row() -> None:
         other.note({"loss": loss})
         assert bool(other.reason) == ends
     assert "than 1" in other.reason
+    negative = EarlyStop(EarlyStopConfig(metric="score", patience=1))
+    for score in (-0.5, -0.7):
+        negative.note({"score": score})
+    assert negative.reason.endswith("not better than -0.5")
     EarlyStop(EarlyStopConfig()).note({"score": 1.0})
+
+
+def test_a_metric_that_is_named_and_that_no_step_has_is_said_once(caplog) -> None:
+    rule = "guards.rules=[{metric: actor/grad_nrom, above: 1, action: abort}]"
+    metric = "trainer.early_stop.metric=-val-core/tiny/reward/mean@1"
+    config = load_config(None, [*REQUIRED, rule, metric])
+    nothing = cast(Any, SimpleNamespace(device_groups=()))
+    state = new_state(config, nothing, nothing, nothing)
+    state.say_missing({"val-core/tiny/reward/mean@1": 0.5})  # a validation before the first step
+    assert not caplog.messages
+    state.say_missing({"critic/grad_norm": 1.0})  # the critic's warm-up
+    assert not caplog.messages
+    for _ in range(2):
+        state.say_missing({"actor/grad_norm": 1.0, "critic/grad_norm": 1.0})
+    assert caplog.messages == [
+        "guards.rules[0]: step 0 has no metric actor/grad_nrom (did you mean actor/grad_norm?); "
+        "nothing is done until one has it, said once"
+    ]
 
 
 def test_a_state_that_was_saved_is_accepted() -> None:

@@ -235,8 +235,11 @@ def _bounds(rule: str, given: Any) -> tuple[float, float]:
             raise ValueError(f"{rule}: {given!r} must be one number, the largest that is kept")
         return -math.inf, float(listed[0])
     low, high = listed if len(listed) == 2 else (1 / listed[0], listed[0])
-    if len(listed) > 2 or low >= high:
-        raise ValueError(f"{rule}: {given!r} must be [lo, hi] with lo < hi, or one number above 1")
+    if len(listed) > 2 or not low <= 1 <= high or low == high:
+        raise ValueError(
+            f"{rule}: {given!r} must be [lo, hi] with lo < hi and 1, the ratio where engine and "
+            "trainer agree, between them, or one number above 1"
+        )
     return float(low), float(high)
 
 

@@ -38,6 +38,9 @@ class ActionTraits(NamedTuple):
     """too many within a few steps end the run"""
     number: str = ""
     """what the number behind it is; empty where it takes none"""
+    most: float = 1e9
+    """the largest that it takes"""
+    example: str = "0.5"
 
 
 ACTIONS: dict[str, ActionTraits] = {
@@ -46,7 +49,7 @@ ACTIONS: dict[str, ActionTraits] = {
     "skip_update": ActionTraits(),
     "halve_budget": ActionTraits(counts=False),
     "scale_lr": ActionTraits(number="a factor"),
-    "set_lr": ActionTraits(number="a learning rate"),
+    "set_lr": ActionTraits(number="a learning rate", most=1.0, example="1e-6"),
     "scale_kl_coef": ActionTraits(number="a factor"),
     "rollback": ActionTraits(),
     "reset_critic": ActionTraits(),
@@ -153,7 +156,7 @@ def parse_rule(raw: Mapping[str, Any], *, max_fires: int) -> Rule:
     unknown = sorted(set(raw) - set(_KEYS))
     if unknown:
         raise ValueError(f"{unknown[0]} is no key of a rule, which are {', '.join(_KEYS)}")
-    if not isinstance(raw.get("metric"), str):
+    if not isinstance(raw.get("metric"), str) or not raw["metric"]:
         raise ValueError("needs metric: a name of ppo/README.md's table")
     given: list[Condition] = [name for name in get_args(Condition) if name in raw]
     if len(given) != 1:
@@ -170,7 +173,7 @@ def parse_rule(raw: Mapping[str, Any], *, max_fires: int) -> Rule:
         if not (type(value) is int and value >= 1) and not (name in raw and value is None):
             raise ValueError(f"{name} is a whole number of at least 1")
     actions = raw.get("action")
-    texts = actions if isinstance(actions, list) else [actions]
+    texts = actions if isinstance(actions, list) and actions else [actions]
     parsed = tuple(_parse_action(text) for text in texts)
     counts = any(ACTIONS[action.name].counts for action in parsed)
     rule = Rule(
@@ -198,8 +201,11 @@ def _parse_action(text: Any) -> Action:
         number = float(words[1])
     except (IndexError, ValueError):
         number = math.nan
-    if len(words) != 2 or not (math.isfinite(number) and number > 0):
-        raise ValueError(f"{words[0]} needs {traits.number} behind it: {words[0]} 0.5")
+    if len(words) != 2 or not 0 < number <= traits.most:
+        raise ValueError(
+            f"{words[0]} needs {traits.number} behind it, above 0 and at most {traits.most:g}: "
+            f"{words[0]} {traits.example}"
+        )
     return Action(words[0], number)
 
 

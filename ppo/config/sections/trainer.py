@@ -70,7 +70,7 @@ class AlarmsConfig(Section):
     """rollout/kv_util below it: a smaller rollout.gpu_memory_utilization would do"""
     cut: Share | None = 0.5
     """response_length/clip_ratio above it: share of responses that are cut by length"""
-    length_drift: Positive | None = 3.0
+    length_drift: Annotated[float, Bound(gt=1, le=1e9)] | None = 3.0
     """response_length/drift above it, or below 1 / it: against the first iterations"""
     looping: Share | None = 0.2
     """degeneration/looping above it: share of responses that repeat themselves"""

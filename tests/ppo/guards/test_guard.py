@@ -74,6 +74,9 @@ def test_when_a_rule_holds(condition, value, before, holds):
         ({"metric": "a", "above": 1, "action": "explode"}, "not 'explode'"),
         ({"metric": "a", "above": 1, "action": "scale_lr"}, "scale_lr needs a factor"),
         ({"metric": "a", "above": 1, "action": "set_lr -1"}, "needs a learning rate"),
+        ({"metric": "a", "above": 1, "action": "set_lr 5"}, "above 0 and at most 1: set_lr 1e-6"),
+        ({"metric": "a", "above": 1, "action": []}, "action is one or several of"),
+        ({"metric": "", "above": 1, "action": "warn"}, "needs metric"),
         ({"metric": "a", "above": 1, "action": "abort 1"}, "abort takes no number"),
         ({"metric": "a", "above": 1, "action": "warn", "for_steps": 0}, "for_steps is a whole"),
         ({"metric": "a", "above": 1, "action": "warn", "max_fires": 1.5}, "max_fires is a whole"),
@@ -177,6 +180,15 @@ def test_a_rule_for_several_steps_fires_when_they_were_in_a_row_and_is_said_once
     assert [record.message[:7] for record in caplog.records] == ["step 6:"]
     end(guard, 9)  # not measured: nothing is known
     assert not guard.alarms
+
+
+def test_a_rule_that_says_what_another_one_says_takes_its_place():
+    raw = {"metric": "a", "above": 1, "action": "scale_lr 0.5", "for_steps": 2}
+    guard = guard_of(rule(**raw), rule(**raw, max_fires=None))
+    assert end(guard, 1, a=2) == {}
+    assert end(guard, 2, a=2) == {"guard/scale_lr": 1, "guard/lr_factor/actor": 0.5}
+    assert guard.state.held == {"a above 1 for 2 steps: scale_lr 0.5": 2}
+    assert guard.state.fires == {}
 
 
 def test_a_swing_is_of_the_last_step_that_was_not_undone():
