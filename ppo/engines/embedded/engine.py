@@ -30,6 +30,8 @@ from sharding.reshard.checksums import Checksums
 from sharding.reshard.resharder import Resharder
 
 _SLICE_S = 0.5
+_ALL = 10**9
+"""room for everything"""
 
 
 class TorchEngine:
@@ -207,8 +209,12 @@ class Slices:
 
     @property
     def room(self) -> int:
-        """Rows that are free, and some that may wait."""
-        return self._generation.room
+        """Rows that are free, and some that may wait; the only engine takes all at once.
+
+        Slices end by the clock: what is handed out between them decides which rows share a step,
+        and so the last bits of log-probs, which would differ from run to run.
+        """
+        return _ALL if self._mesh.dims.rollout_dp == 1 else self._generation.room
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Add requests. Raises ValueError for one that does not fit."""

@@ -3,6 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from transformers import (
 
 from ppo.config import RolloutConfig
 from ppo.engines.contract import Engine, Request, SamplingParams
-from ppo.engines.embedded.engine import TorchEngine
+from ppo.engines.embedded.engine import Slices, TorchEngine
 from ppo.engines.embedded.generation import Generation
 from ppo.engines.embedded.sampling import sample, uniforms
 from ppo.engines.embedded.stop_text import StopText
@@ -194,9 +195,29 @@ def test_requests_that_come_while_others_run_get_the_same_tokens(engine, at_once
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
-def test_an_engine_has_room_for_its_rows_and_a_quarter_more(engine):
+def test_what_the_only_engine_computes_together_does_not_depend_on_the_clock(engine, monkeypatch):
+    params = SamplingParams(max_new_tokens=12, stop_token_ids=tuple(range(40)), seed=3)
+    found = []
+    for num_steps in (1, 5):  # that a slice has time for
+        monkeypatch.setattr(Slices, "_next_slice", lambda self, elapsed_s, n=num_steps: n)
+        generation = engine.begin(params, longest_prompt=20, most=40)
+        waiting, ended = make_requests(40), {}
+        while len(ended) < 40:
+            room = generation.room
+            generation.submit(waiting[:room])
+            waiting = waiting[room:]
+            ended |= dict(generation.advance())
+        rows = generation.metrics()["rollout/num_running_mean"]
+        found.append((rows, {uid: tuple(c.logprobs.tolist()) for uid, c in ended.items()}))
+        generation.close()
+    assert found[0] == found[1]
+
+
+def test_an_engine_among_several_has_room_for_its_rows_and_a_quarter_more(engine, monkeypatch):
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
     generation = engine.begin(params, longest_prompt=20, most=100)
+    dims = ParallelDims(world_size=2, ranks_per_node=2)
+    monkeypatch.setattr(generation, "_mesh", SimpleNamespace(dims=dims))
     assert generation.room == 10
     generation.submit(make_requests(9))
     assert generation.room == 1 and generation.advance() == []
