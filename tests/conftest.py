@@ -1,11 +1,21 @@
-"""Tests marked `gpu` are skipped where torch sees no CUDA device, however pytest is started."""
+"""What holds for all tests, however pytest is started: their order, which of them may run at the
+same time, and which are skipped without a CUDA device."""
 
-from collections.abc import Sequence
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+# Two that start engines or Slurm at a time need more memory than a small machine has.
+ONE_AT_A_TIME = re.compile(r"sglang|slurm")
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    weights: dict[Path, int] = {}
+    for item in items:
+        weights[item.path] = max(weights.get(item.path, 0), _weight(item))
+    items.sort(key=lambda item: -weights[item.path])  # stable; what takes long begins first
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -15,3 +25,24 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         return
     for item in marked:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _weight(item: pytest.Item) -> int:
+    if ONE_AT_A_TIME.search(item.nodeid.partition("::")[0]):
+        return 3
+    if item.get_closest_marker("distributed"):
+        return 2 if item.path.parent == Path(__file__).parent else 1  # the whole program
+    return 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A process takes whole files, whose tests share fixtures."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "one at a time" if ONE_AT_A_TIME.search(file) else file
+
+    return Files(config, log)

@@ -56,7 +56,10 @@ export PATH=$VENV_BIN:$PATH
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 code=0
-"$VENV_PYTHON" -m pytest -m "$expression" "${arguments[@]}" 2>&1 | tee "$log" || code=$?
+# two processes; tests/conftest.py says what goes together, `-n 0` is one (for --pdb)
+"$VENV_PYTHON" -m pytest -n 2 --no-loadscope-reorder -m "$expression" \
+    "${arguments[@]}" 2>&1 |
+    tee "$log" || code=$?
 # what Python says while it shuts down comes after pytest's closing line: say that again
 grep -E '(passed|failed|skipped|deselected|error|no tests ran).* in [0-9.]+s' "$log" | tail -n 1 ||
     true
