@@ -211,11 +211,15 @@ class TrainState:
 
 def new_state(config: Config, sampler: PromptSampler, mesh: Mesh, running: Stateful) -> TrainState:
     """The state before the first iteration."""
-    trainer, rules = config.trainer, [*config.guards.all_rules(), *config.trainer.alarms.rules()]
+    trainer = config.trainer
     return TrainState(
         sampler,
         make_kl_controller(config.algorithm.kl_ctrl),
-        Guard(rules, critic_warmup=trainer.critic_warmup, groups=mesh.device_groups),
+        Guard(
+            config.watched_rules(),
+            critic_warmup=trainer.critic_warmup,
+            groups=mesh.device_groups,
+        ),
         running,
         EarlyStop(trainer.early_stop),
         validation_due=trainer.val_before_train,

@@ -14,7 +14,7 @@ from ppo.config.fields import MayChange, Section, hints
 from ppo.config.sections.actor import ActorConfig, CriticConfig, RefConfig
 from ppo.config.sections.algorithm import AlgorithmConfig
 from ppo.config.sections.data import DataConfig, ValSetConfig
-from ppo.config.sections.guards import GuardsConfig
+from ppo.config.sections.guards import GuardsConfig, Rule, parse_rule
 from ppo.config.sections.model import FsdpConfig, ModelConfig, ParallelConfig
 from ppo.config.sections.reward import RewardConfig
 from ppo.config.sections.rollout import EngineKind, RolloutConfig
@@ -88,6 +88,19 @@ class Config(Section):
     def uses_builtin(self) -> bool:
         """Whether built-in scorers are picked by data_source."""
         return self.uses_function and self.reward.function.path is None
+
+    def watched_rules(self) -> list[Rule]:
+        """Rules about metrics: of guards, of alarms, and the end of a run in which trainer and
+        engine, both in float32, do not compute the same. Raises ValueError."""
+        rules = [*self.guards.all_rules(), *self.trainer.alarms.rules()]
+        exact = self.rollout.dtype == self.actor.fsdp.mixed_precision.param_dtype == "float32"
+        older = self.algorithm.filter_groups.surplus == "keep"  # samples of the weights before
+        limit = self.trainer.alarms.rollout_probs_diff_mean
+        if exact and not older and limit is not None and self.guards.preset != "none":
+            metric = "training/rollout_probs_diff_mean"
+            rule = {"metric": metric, "above": limit, "action": "abort"}
+            rules.append(parse_rule(rule, max_fires=self.guards.max_fires))
+        return rules
 
     @property
     def planned_engine(self) -> EngineKind:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ppo.config import FIRES_WINDOW, MEMORY, Config, Rule
+from ppo.config import FIRES_WINDOW, MEMORY, Rule
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +96,6 @@ class Guard:
         self._taken: Counter[str] = Counter()
         self._mini_batches: Counter[str] = Counter()
         self._abort = ""
-
-    @classmethod
-    def of(cls, config: Config, groups: Sequence[ProcessGroup] = ()) -> Guard:
-        """The rules that a configuration has."""
-        rules = config.guards.all_rules()
-        return cls(rules, critic_warmup=config.trainer.critic_warmup, groups=groups)
 
     # What has been decided.
 

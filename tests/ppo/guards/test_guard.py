@@ -287,3 +287,23 @@ def test_lengths_may_drift_up_or_down(caplog):
     for step, value in enumerate([1.0, 3.1, 0.3, 0.4], start=1):
         end(guard, step, response_length__drift=value)
     assert [record.message[:6] for record in caplog.records] == ["step 2", "step 3"]
+
+
+def test_trainer_and_engine_that_differ_in_float32_end_the_run():
+    def ends(*overrides: str) -> bool:
+        config = load_config("ppo_tiny.yaml", list(overrides))
+        guard = Guard(config.watched_rules())
+        guard.before_update(1, {})
+        guard.after_step(1, {"training/rollout_probs_diff_mean": 0.02})
+        try:
+            guard.raise_abort()
+        except GuardAbort as error:
+            assert "training/rollout_probs_diff_mean above 0.01" in str(error)
+            return True
+        return False
+
+    assert ends()
+    assert not ends("rollout.dtype=bfloat16")
+    assert not ends("actor.fsdp.mixed_precision.param_dtype=bfloat16")
+    assert not ends("guards.preset=none")
+    assert not ends("trainer.alarms.rollout_probs_diff_mean=0.05")
