@@ -49,14 +49,14 @@ from ppo.rollout.validation import validate
 from ppo.run.run import Run, StopRequested
 from ppo.run.signals import EXIT_INTERRUPTED
 from ppo.run.start import Launch, open_run
-from ppo.state import (
+from ppo.state.checkpoints import (
     find_start,
     load_models,
-    new_state,
-    obey_guards,
     open_checkpoints,
     save_checkpoint,
 )
+from ppo.state.rollback import obey_guards
+from ppo.state.train_state import new_state
 from ppo.step_metrics import perf_metrics, summarise_batch, watch_for_degeneration
 from ppo.tracking.board import About
 from ppo.tracking.tracker import Tracker

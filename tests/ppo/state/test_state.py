@@ -13,14 +13,8 @@ from ppo.guards.guard import Guard
 from ppo.kl import FixedKLController
 from ppo.models.learner import Learner
 from ppo.models.roles import Models
-from ppo.state import (
-    EarlyStop,
-    TrainState,
-    find_start,
-    load_models,
-    new_state,
-    state_problem,
-)
+from ppo.state.checkpoints import find_start, load_models
+from ppo.state.train_state import EarlyStop, TrainState, new_state, state_problem
 from sharding.checkpoint import Checkpointer
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
 

@@ -1,55 +1,29 @@
-"""What a restart needs: saved, found again, accepted, loaded."""
+"""What a restart needs besides tensors, as one JSON-able state.
+
+Owns what is in it, and what makes a saved one unfit. Must not know where it is written.
+"""
 
 import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Protocol
 
 from ppo.config import (
     Config,
-    ConfigError,
     EarlyStopConfig,
-    Problem,
-    changed_keys,
-    from_yaml,
-    to_yaml,
 )
-from ppo.data.prompts import PromptSets
 from ppo.data.sampler import PromptSampler
-from ppo.errors import InputError
 from ppo.guards.guard import Guard
 from ppo.kl import KLController, make_kl_controller
-from ppo.models.folder import files_to_keep, model_folder
-from ppo.models.roles import Models, reset_critic
 from ppo.run.run import Run
-from sharding.checkpoint import Checkpointer, CheckpointError, DamagedCheckpoint
 from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
 FIRST_STEPS = 5
 """iterations that lengths are compared with"""
-CHANGED_KEY_ADVICE = (
-    "change it back, start another run with trainer.experiment_name=NAME, or set "
-    "trainer.allow_changed_config=true"
-)
-
-
-def open_checkpoints(config: Config, run: Run, prompts: PromptSets) -> Checkpointer:
-    """The checkpoints of the run folder."""
-    folder = model_folder(config.model.path, run.mesh, run.dir)
-    return Checkpointer(
-        run.dir / "checkpoints",
-        run.mesh,
-        async_save=config.trainer.async_save,
-        max_to_keep=config.trainer.max_ckpt_to_keep,
-        keep_best=config.trainer.keep_best,
-        assets=[prompts.tokenizer, *files_to_keep(folder)],
-        hf_models=config.saving("hf_model"),
-    )
 
 
 @dataclass
@@ -63,7 +37,7 @@ class EarlyStop:
 
     def note(self, values: Mapping[str, float]) -> None:
         """Look at a step's values; without the metric nothing is known. NaN is not better."""
-        value = _metric_of(self.config.metric, values)
+        value = signed_metric(self.config.metric, values)
         if value is None:
             return
         if not math.isnan(value) and (self.best is None or value > self.best):
@@ -235,163 +209,10 @@ def _named_metrics(config: Config) -> dict[str, str]:
     return {key: metric for key, metric in named.items() if not metric.startswith("guard/")}
 
 
-def save_checkpoint(
-    config: Config,
-    checkpoints: Checkpointer,
-    models: Models,
-    state: TrainState,
-    values: Mapping[str, float],
-) -> None:
-    """Write the state at this iteration boundary; `values` may hold trainer.keep_best's metric."""
-    checkpoints.save(
-        state.step,
-        models.modules(),
-        models.optimizers(config.saving("optimizer")),
-        state.state_dict() | {"config": to_yaml(config)},
-        metric=_best_metric(config.trainer.keep_best, state, values),
-    )
-
-
-def _best_metric(best: str | None, state: TrainState, values: Mapping[str, float]) -> float | None:
-    """trainer.keep_best's metric of this step, such that higher is better."""
-    found = _metric_of(best, values)
-    if found is None and best is not None and values and not state.said_best_is_missing:
-        logger.warning(
-            "trainer.keep_best: step %d has no metric %s, and its checkpoint is kept as a newest "
-            "one only; said once",
-            state.step,
-            best.removeprefix("-"),
-            extra={"every_rank": True},
-        )
-        state.said_best_is_missing = True
-    return found
-
-
-def _metric_of(name: str | None, values: Mapping[str, float]) -> float | None:
+def signed_metric(name: str | None, values: Mapping[str, float]) -> float | None:
     """A step's value of a metric such that higher is better; a minus before its name = lower is."""
     value = None if name is None else values.get(name.removeprefix("-"))
     return -value if value is not None and name is not None and name.startswith("-") else value
-
-
-def find_start(
-    config: Config, run: Run, checkpoints: Checkpointer, state: TrainState
-) -> Path | None:
-    """The checkpoint that this start goes on from, with its JSON in `state`; None = from nothing.
-
-    No tensor is read: a change that is refused costs seconds. A restart by torchrun goes on from
-    the run's own checkpoints, once it has any, whatever the first start went on from.
-
-    Raises InputError on all ranks: there is none, or it fits not.
-    """
-    mode = config.trainer.resume_mode
-    found = None
-    try:
-        if mode == "auto" or run.is_restart:
-            found = checkpoints.latest(check=state_problem)
-        if found is None and config.trainer.resume_path is not None:
-            found = checkpoints.latest(Path(mode), check=state_problem)
-        if found is None:
-            return None
-        saved = checkpoints.read_state(found)
-    except CheckpointError as error:
-        advice = "trainer.resume_mode=disable starts anew"
-        raise InputError(f"trainer.resume_mode = {mode!r}: {error}; {advice}") from error
-    if not config.trainer.allow_changed_config:
-        _refuse_changes(config, saved["config"], found)
-    state.load_state_dict(saved)
-    return found
-
-
-def load_models(
-    config: Config,
-    run: Run,
-    checkpoints: Checkpointer,
-    models: Models,
-    state: TrainState,
-    start: Path,
-) -> Path:
-    """Weights and optimizers of `start`, which `find_start` has found; returns where they are from.
-
-    A checkpoint whose tensors turn out to be damaged, which is seen as they are read, is skipped
-    for the next one of `find_start`, with its JSON in `state`. Raises InputError on all ranks.
-    """
-    optimizers = models.optimizers(config.saving("optimizer"))
-    found: Path | None = start
-    while found is not None:
-        try:
-            checkpoints.load(found, models.modules(), optimizers)
-            logger.info("resumed from %s after step %d", found, checkpoints.saved_step)
-            return found
-        except DamagedCheckpoint:
-            found = find_start(config, run, checkpoints, state)
-        except CheckpointError as error:
-            raise InputError(f"resume: {error}") from error
-    raise InputError(f"resume: {start} is damaged, and there is no other checkpoint")
-
-
-def obey_guards(
-    config: Config,
-    run: Run,
-    checkpoints: Checkpointer,
-    models: Models,
-    state: TrainState,
-    mark: Callable[[int], None],
-) -> bool:
-    """What rules want at the end of an iteration: the end of the run, a rollback, a new critic.
-
-    mark: told the step after which rows of metrics are of what is undone. Returns whether weights
-    were rolled back. Raises GuardAbort on all ranks. Collective.
-    """
-    guard, critic = state.guard, models.critic
-    run.note_alarms(guard.alarms)
-    guard.raise_abort()
-    rolls_back = guard.rolls_back
-    if rolls_back:
-        target = _roll_back(config, checkpoints, models, state)
-        guard.rolled_back(state.step, target)
-        mark(target["step"])
-    if guard.resets_critic and critic is not None:
-        reset_critic(config, run.mesh, run.dir, critic)
-        guard.critic_is_new(state.step)
-        logger.warning("after step %d: a new critic", state.step, extra={"every_rank": True})
-    return rolls_back
-
-
-def _roll_back(
-    config: Config, checkpoints: Checkpointer, models: Models, state: TrainState
-) -> dict[str, Any]:
-    """Weights, optimizers, RNG and KL controller as the newest checkpoint of this run has them.
-
-    The count of iterations, the sampler and the guards go on from where they are. Returns the state
-    of the checkpoint. Collective.
-    """
-    optimizers = models.optimizers(config.saving("optimizer"))
-    for name in models.trained().keys() - optimizers.keys():
-        models.trained()[name].forget()
-    while True:
-        found = checkpoints.latest(check=state_problem)
-        assert found is not None, "one was written at the start"
-        try:
-            checkpoints.load(found, models.modules(), optimizers)
-        except DamagedCheckpoint:  # `latest` knows it now
-            continue
-        saved = checkpoints.read_state(found)
-        state.kl_controller.load_state_dict(saved["kl_controller"])
-        state.load_running(saved)  # the critic's values are in their units
-        told = state.step, saved["step"]
-        logger.warning("after step %d: back to step %d", *told, extra={"every_rank": True})
-        return saved
-
-
-def _refuse_changes(config: Config, saved: str, checkpoint: Path) -> None:
-    try:
-        changed = changed_keys(from_yaml(saved), config)
-    except ConfigError as error:
-        changed = [f"the configuration was saved by another version: {p}" for p in error.problems]
-    if changed:
-        raise ConfigError(
-            [Problem("", None, f"{key} since {checkpoint}", CHANGED_KEY_ADVICE) for key in changed]
-        )
 
 
 def state_problem(step: int, saved: Mapping[str, Any]) -> str | None:

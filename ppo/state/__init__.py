@@ -1,0 +1,1 @@
+"""What a run goes on from: its state, its checkpoints, the way back."""
