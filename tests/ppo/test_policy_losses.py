@@ -115,6 +115,7 @@ def token_by_token(name: str, p: float, q: float, a: float, selected: bool) -> t
     if name == "dppo_tv":
         near = p - q <= 0.3 if a > 0 else p - q >= -0.1
     else:
+        assert name == "dppo_kl", f"{name} has no branch here"
         kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
         near = (kl <= 0.3 or p <= q) if a > 0 else (kl <= 0.1 or p >= q)
     w = min(r, 2.0) if near else 0.0
