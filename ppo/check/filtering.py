@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ppo.config import Config, Problem
+from ppo.rewards.contract import RewardError
+from ppo.rewards.function import functions_of
 
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -78,6 +80,14 @@ def _groups(config: Config) -> Iterator[Problem]:
             "groups are chosen",
             "use seq_reward",
         )
+    entries = _known_entries(config)
+    if not keys.is_of_score and entries is not None and keys.metric not in entries:
+        yield Problem(
+            "algorithm.filter_groups.metric",
+            keys.metric,
+            "the reward gives no such entry",
+            f"use {' or '.join(['score', *entries])}",
+        )
     most = keys.max_num_gen_batches * data.gen_batch_size
     if 0 < most < data.train_batch_size:
         yield Problem(
@@ -95,6 +105,20 @@ def _groups(config: Config) -> Iterator[Problem]:
             f"{data.train_batch_size}: groups would wait for longer than one iteration",
             "use drop, or a smaller data.gen_batch_size",
         )
+
+
+def _known_entries(config: Config) -> list[str] | None:
+    """What may have to differ besides the score; None where a function of the user's decides."""
+    settings = config.reward.function
+    if not config.uses_function:
+        return []
+    if settings.path is not None and settings.style == "verl":  # it may return a dict
+        return None
+    try:
+        functions = functions_of(settings)
+    except RewardError:  # said by ppo/check/rules.py
+        return None
+    return ["acc"] if len(functions) == 1 else [function.label for function in functions]
 
 
 def _overlong(config: Config) -> Iterator[Problem]:

@@ -23,6 +23,7 @@ from ppo.check.memory_phases import GIB, Phase, Plan, kv_cache, kv_context, phas
 from ppo.check.remedies import remedy
 from ppo.check.rules import check_config
 from ppo.check.shard_size import sized
+from ppo.check.training_rows import row_problems
 from ppo.check.warnings import config_warnings
 from ppo.config import CommandLine, Config, ConfigError, ModelRole, Problem, load_config
 from ppo.model_shapes import ModelShape, find_shape
@@ -48,6 +49,7 @@ def run_check(options: CommandLine) -> int:
         return [
             *check_config(config, world_size=world_size, ranks_per_node=ranks),
             *wrong_contents(config),
+            *row_problems(config),
         ]
 
     try:

@@ -215,8 +215,6 @@ def _rows_and_samples(config: Config) -> Iterator[Problem]:
         )
     if data.mix and not any(data.mix.values()):
         yield Problem("data.mix", data.mix, "every weight is 0: there are no prompts")
-    if "" in rollout.stop:
-        yield Problem("rollout.stop", rollout.stop, "must not hold an empty text")
 
 
 def _rewards(config: Config) -> Iterator[Problem]:

@@ -6,10 +6,13 @@ Owns what is only odd; what cannot work is in ppo/check/rules.py. Must not look 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from ppo.config import (
     ENGINE_TRAITS,
     ESTIMATOR_NEEDS,
+    KEYS_OF_LOSS_MODES,
+    ActorConfig,
     AlgorithmConfig,
     Config,
     DifficultyConfig,
@@ -113,6 +116,7 @@ def _algorithm(config: Config) -> Iterator[str]:
         )
     if config.actor.use_kl_loss and config.actor.kl_loss_coef == 0:
         yield "actor.kl_loss_coef = 0: the KL loss only measures"
+    yield from _unread_of_actor(config.actor)
     if not algorithm.charges_kl and control.type != "fixed":
         unless = f"with adv_estimator {estimator}"
         if not algorithm.use_kl_in_reward:
@@ -120,6 +124,20 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield f"algorithm.kl_ctrl.type has no effect {unless}"
     if not config.ref_enabled and config.ref.model.path != config.model.path:
         yield "ref.model.path has no effect: nothing is compared with a reference"
+
+
+def _unread_of_actor(actor: ActorConfig) -> Iterator[str]:
+    """Keys of the loss that are not read as it is."""
+    default, mode = ActorConfig(), actor.policy_loss.loss_mode
+    for key in ("kl_loss_coef", "kl_loss_type"):
+        if not actor.use_kl_loss and getattr(actor, key) != getattr(default, key):
+            yield f"actor.{key} has no effect without actor.use_kl_loss"
+    for key, modes in KEYS_OF_LOSS_MODES.items():
+        usual = attrgetter(key)(default)
+        if usual is None:  # it follows
+            usual = actor.clip_ratio
+        if mode not in modes and attrgetter(key)(actor) != usual:
+            yield f"actor.{key} has no effect with actor.policy_loss.loss_mode {mode}"
 
 
 def _groups(config: Config) -> Iterator[str]:
@@ -130,7 +148,7 @@ def _groups(config: Config) -> Iterator[str]:
             yield "data.gen_batch_size has no effect without algorithm.filter_groups.enable"
         if keys != default:
             yield "algorithm.filter_groups has no effect without enable"
-    elif reward.manager == "dapo" and has_penalty and keys.metric in (None, "score", "seq_reward"):
+    elif reward.manager == "dapo" and has_penalty and keys.is_of_score:
         yield (
             "algorithm.filter_groups.metric: with reward.overlong_buffer lengths alone make scores "
             "differ; use acc, or another entry of the reward's dict"

@@ -16,7 +16,13 @@ from ppo.config.load import (
 from ppo.config.root import Config, ModelRole
 from ppo.config.schema import flatten as values_of
 from ppo.config.schema import with_values
-from ppo.config.sections.actor import ActorConfig, CriticConfig, LossAggMode, RefConfig
+from ppo.config.sections.actor import (
+    KEYS_OF_LOSS_MODES,
+    ActorConfig,
+    CriticConfig,
+    LossAggMode,
+    RefConfig,
+)
 from ppo.config.sections.algorithm import (
     CORRECTION_PRESETS,
     ESTIMATOR_NEEDS,
@@ -55,6 +61,7 @@ __all__ = [
     "ENGINE_TRAITS",
     "ESTIMATOR_NEEDS",
     "FIRES_WINDOW",
+    "KEYS_OF_LOSS_MODES",
     "MEMORY",
     "PACKAGES_OF_LOGGERS",
     "ActorConfig",

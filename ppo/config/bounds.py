@@ -1,4 +1,4 @@
-"""What a value may be: ranges of numbers, outside of which nothing is serious, and paths.
+"""What a value may be: ranges of numbers, outside of which nothing is serious, paths, texts, lists.
 
 Owns the limits, the ranges that are usual, and the types of the sections that carry them. Must not
 know any section or any key.
@@ -7,6 +7,7 @@ know any section or any key.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin
 
@@ -105,7 +106,44 @@ class PathRule:
         )
 
 
-Rule = Bound | PathRule
+@dataclass(frozen=True)
+class TextRule:
+    """What a text must look like."""
+
+    words: str
+    pattern: str
+
+    def __str__(self) -> str:
+        return f"must be {self.words}"
+
+    def concerns(self, value: Any) -> bool:
+        """Whether it is a text."""
+        return isinstance(value, str)
+
+    def holds(self, text: str) -> bool:
+        """True where all of the text is as the pattern says."""
+        return re.fullmatch(self.pattern, text, re.DOTALL) is not None
+
+
+@dataclass(frozen=True)
+class ListRule:
+    """Of a list of choices: each at most once."""
+
+    least: int = 0
+
+    def __str__(self) -> str:
+        return "must name each only once" + ", and at least one" * (self.least > 0)
+
+    def concerns(self, value: Any) -> bool:
+        """Whether it is a list."""
+        return isinstance(value, list)
+
+    def holds(self, items: list[Any]) -> bool:
+        """True where the list is long enough and nothing stands in it twice."""
+        return len(items) >= self.least and len(set(items)) == len(items)
+
+
+Rule = Bound | PathRule | TextRule | ListRule
 HUGE = 10**9
 
 PositiveInt = Annotated[int, Bound(ge=1, le=HUGE)]
@@ -144,6 +182,12 @@ Timeout = Annotated[float, Bound(ge=0.01, le=1e6, usual=(10, 1e6))]
 HangTimeout = Annotated[float, Bound(ge=1, le=1e6, also=(0,), usual=(60, 1e5))]
 """seconds; 0 = off"""
 FilePath = Annotated[str, PathRule()]
+NonEmpty = Annotated[str, TextRule("a text that is not empty", r".+")]
+"""perhaps white space"""
+Text = Annotated[str, TextRule("a text with a word in it", r".*\S.*")]
+MetricName = Annotated[
+    str, TextRule("the name of a metric, behind a minus if lower is better", r"-?[^\s-].*")
+]
 
 
 def bare(hint: Any) -> Any:
@@ -153,7 +197,7 @@ def bare(hint: Any) -> Any:
 
 def broken_rule(hint: Any, value: Any) -> Rule | None:
     """The rule in the annotation that the value, or one of the listed values, breaks."""
-    values = value if isinstance(value, list) else [value]
+    values = [value, *value] if isinstance(value, list) else [value]
     return next(
         (
             rule

@@ -92,28 +92,35 @@ def _unreadable(path: str) -> str | None:
     return None if stat.S_ISREG(mode) else f"{path} is no regular file"
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """Rows of one file in order. Raises DataError when it is not readable, or holds no row."""
+def read_rows(path: Path, *, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """Rows of one file in order. Raises DataError when it is not readable, or holds no row.
+
+    columns: all that is read of a parquet file, as far as they are there.
+    """
     suffix = path.suffix.lower()
     if suffix not in PARQUET | JSON_LINES:
         known = " ".join(sorted(PARQUET | JSON_LINES))
         raise DataError(path, f"unknown kind of file '{suffix}'; known: {known}")
     count = 0
-    for row in _read_parquet(path) if suffix in PARQUET else _read_json_lines(path):
+    rows = _read_parquet(path, columns) if suffix in PARQUET else _read_json_lines(path)
+    for row in rows:
         count += 1
         yield row
     if count == 0:
         raise DataError(path, "is empty: it holds no row")
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
     index = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
+            if columns is not None:  # of none at all there would be no rows
+                names = file.schema_arrow.names
+                columns = [name for name in names if name in columns] or names[:1]
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for values in _values(batch, path, index):
                     yield Row(path, index, None, values)
                     index += 1

@@ -26,9 +26,6 @@ from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
-SCORES = (None, "score", "seq_reward", "seq_final_reward")
-"""metrics that are the score; the last one has the KL penalty in it in verl, and is refused then"""
-
 
 class NothingToLearn(RuntimeError):
     """No group of an iteration has a spread; on every rank."""
@@ -206,7 +203,7 @@ class GroupPool:
         name, components = self._keys.metric, samples.components[index]
         if samples.failed[index]:
             return None
-        if name in SCORES:
+        if self._keys.is_of_score:
             return samples.scores[index].item()
         is_plain = not any(key.startswith("extra/") for key in components)
         return components.get("function" if name == "acc" and is_plain else f"extra/{name}")

@@ -1,13 +1,13 @@
 """Policy losses by the keys of section actor, against numbers worked out by hand."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from ppo.config import ActorConfig
+from ppo.config import KEYS_OF_LOSS_MODES, ActorConfig
 from ppo.policy_losses import POLICY_LOSSES, PolicyInputs
 
 
@@ -25,6 +25,29 @@ def test_vanilla_clips_by_the_keys_of_the_actor_and_says_how_often():
     assert loss.tolist() == pytest.approx([-1.3, -0.5, 0.9, 2.0])
     assert metrics["pg_clipfrac"].tolist() == [True, False, True, False]
     assert metrics["pg_clipfrac_lower"].tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize("mode", POLICY_LOSSES)
+def test_keys_that_a_loss_reads_are_those_that_are_not_warned_about(mode):
+    read: set[str] = set()
+
+    class Keys:
+        """Section actor, which takes note of what is read."""
+
+        def __init__(self, section: Any, path: str = "") -> None:
+            self.section, self.path = section, path
+
+        def __getattr__(self, name: str):
+            if name == "policy_loss":
+                return Keys(self.section.policy_loss, "policy_loss.")
+            read.add(self.path + name)
+            return getattr(self.section, name)
+
+    keys = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.3)
+    POLICY_LOSSES[mode](problem().inputs(Keys(keys)))  # type: ignore[arg-type]
+    known = {key for key, modes in KEYS_OF_LOSS_MODES.items() if mode in modes}
+    chosen_elsewhere = {"clip_ratio", *(key for key in known if "_cov_" in key)}
+    assert read == known - chosen_elsewhere
 
 
 class Problem(NamedTuple):

@@ -14,6 +14,7 @@ from ppo.config.bounds import (
     Coefficient,
     FilePath,
     FollowingBudget,
+    ListRule,
     Prompts,
     Ranks,
     TokenBudget,
@@ -46,6 +47,18 @@ LossMode = Literal[
     "clip_cov",
     "kl_cov",
 ]
+_CLIPPING: tuple[LossMode, ...] = (
+    *("vanilla", "gspo", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "clip_cov"),
+)
+KEYS_OF_LOSS_MODES: dict[str, tuple[LossMode, ...]] = {
+    **dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), _CLIPPING),
+    "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl"),
+    **dict.fromkeys(("tau_pos", "tau_neg"), ("sapo",)),
+    **dict.fromkeys(("policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb"), ("clip_cov",)),
+    "policy_loss.clip_cov_ub": ("clip_cov",),
+    **dict.fromkeys(("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"), ("kl_cov",)),
+}
+"""keys of this section that only some losses read, and which do"""
 TokenShare = Annotated[float, Bound(gt=0, le=1, usual=(1e-5, 0.1))]
 CovarianceBound = Annotated[float, Bound(ge=-1e9, le=1e9, usual=(-100, 100))]
 ClipRatio = Annotated[float, Bound(gt=0, lt=1, usual=(1e-4, 0.5))]
@@ -58,7 +71,7 @@ SaveContent = Literal["model", "optimizer", "extra", "hf_model"]
 class CheckpointConfig(Section):
     """What a checkpoint holds."""
 
-    save_contents: list[SaveContent] = field(
+    save_contents: Annotated[list[SaveContent], ListRule()] = field(
         default_factory=lambda: ["model", "optimizer", "extra"]
     )
     """model and extra are always saved; without optimizer a resumed run starts with new Adam

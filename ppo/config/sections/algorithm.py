@@ -6,7 +6,15 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from ppo.config.bounds import Bound, Coefficient, NonNegativeInt, Positive, PositiveInt, Weight
+from ppo.config.bounds import (
+    Bound,
+    Coefficient,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Text,
+    Weight,
+)
 from ppo.config.fields import Section
 
 AdvEstimator = Literal[
@@ -76,7 +84,7 @@ class FilterGroupsConfig(Section):
     enable: bool = False
     """draw data.gen_batch_size prompts in a round, leave out those whose responses do not differ
     in the metric, and go on until there are enough"""
-    metric: str | None = None
+    metric: Text | None = None
     """what has to differ: null, score or seq_reward = the score; else an entry of the dict that the
     reward returns, such as acc (of a function that returns a number, acc is that number)"""
     max_num_gen_batches: NonNegativeInt = 0
@@ -85,6 +93,11 @@ class FilterGroupsConfig(Section):
     surplus: Literal["drop", "keep"] = "drop"
     """groups of the last round beyond data.train_batch_size: drop, or keep them for the next
     iteration, whose policy is then one iteration newer than the one that sampled them"""
+
+    @property
+    def is_of_score(self) -> bool:
+        """Whether it is the score that has to differ."""
+        return self.metric in (None, "score", "seq_reward", "seq_final_reward")
 
 
 RejectRule = Literal[
@@ -167,7 +180,7 @@ class RolloutCorrectionConfig(Section):
     pg need actor.policy_loss.loss_mode gpg"""
     rollout_is: Literal["token", "sequence"] | None = None
     """importance weights, of each token or each sequence; null = the preset's, else none"""
-    rollout_is_threshold: Positive | None = None
+    rollout_is_threshold: Annotated[float, Bound(ge=1, le=1e9, usual=(1, 100))] | None = None
     """weights are cut here; null = the preset's, else 2.0"""
     icepop: list[Positive] | None = None
     """[lo, hi]: tokens with a ratio outside have weight 0; null = the preset's, else none are"""

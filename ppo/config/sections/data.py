@@ -15,6 +15,7 @@ from ppo.config.bounds import (
     Samples,
     Seed,
     Temperature,
+    Text,
     TopP,
 )
 from ppo.config.fields import MayChange, Section, derived
@@ -26,7 +27,7 @@ class CustomClassConfig(Section):
 
     path: FilePath | None = None
     """Python file; null = the built-in class"""
-    name: str | None = None
+    name: Text | None = None
     """name of the class in that file"""
 
 
@@ -75,9 +76,9 @@ class DataConfig(Section):
     0 leaves its prompts out; empty = all prompts once"""
     difficulty: DifficultyConfig = field(default_factory=DifficultyConfig)
     """how often easy prompts come"""
-    prompt_key: str = "prompt"
+    prompt_key: Text = "prompt"
     """column with the prompt: text, or a list of {role, content}"""
-    reward_fn_key: str = "data_source"
+    reward_fn_key: Text = "data_source"
     """column that picks the scorer"""
     max_prompt_length: Length = 512
     """longest prompt, tokens"""

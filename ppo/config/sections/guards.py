@@ -175,6 +175,7 @@ def parse_rule(raw: Mapping[str, Any], *, max_fires: int) -> Rule:
     actions = raw.get("action")
     texts = actions if isinstance(actions, list) and actions else [actions]
     parsed = tuple(_parse_action(text) for text in texts)
+    _check_together([action.name for action in parsed])
     counts = any(ACTIONS[action.name].counts for action in parsed)
     rule = Rule(
         metric=raw["metric"],
@@ -207,6 +208,15 @@ def _parse_action(text: Any) -> Action:
             f"{words[0]} {traits.example}"
         )
     return Action(words[0], number)
+
+
+def _check_together(names: list[str]) -> None:
+    """One rule does each thing once, and leaves one learning rate."""
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} stands twice in action")
+    if {"scale_lr", "set_lr"} <= set(names):
+        raise ValueError("action has scale_lr and set_lr, and the last would win: leave one out")
 
 
 def _check_time(rule: Rule) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from ppo.config.bounds import Bound, FilePath, NonNegativeInt, UnitInterval
+from ppo.config.bounds import Bound, FilePath, NonNegativeInt, Text, UnitInterval
 from ppo.config.fields import MayChange, Section, derived
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -33,7 +33,7 @@ class ModelConfig(Section):
     """keys of the model's config.json to replace"""
     dtype: Dtype = "float32"
     """master weights; gradients follow, and Adam's moments unless optim.state_dtype says more"""
-    attn_implementation: str = "auto"
+    attn_implementation: Text = "auto"
     """HF attention function; auto = packed varlen attention where it exists"""
     enable_gradient_checkpointing: MayChange[bool] = True
     """recompute each layer in the backward pass: less memory, about a third more time"""
@@ -43,7 +43,7 @@ class ModelConfig(Section):
     """pack sequences into one row instead of padding them"""
     verify_forward: MayChange[bool] = True
     """compare a small copy of the model with transformers' own forward before it is loaded"""
-    custom_chat_template: str | None = None
+    custom_chat_template: Text | None = None
     """Jinja text that replaces the tokenizer's chat template; null = the tokenizer's"""
 
 

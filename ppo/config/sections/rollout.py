@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from ppo.config.bounds import (
     Bound,
     IntOrOff,
+    NonEmpty,
     PositiveInt,
     Ranks,
     Samples,
@@ -72,7 +73,7 @@ class RolloutConfig(Section):
     """nucleus; 1 = off"""
     top_k: IntOrOff = -1
     """-1 = off"""
-    stop: list[str] = field(default_factory=list)
+    stop: list[NonEmpty] = field(default_factory=list)
     """texts that end a response, besides the end-of-sequence tokens"""
     ignore_eos: bool = False
     """generate up to max_response_length always"""

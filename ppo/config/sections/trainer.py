@@ -9,6 +9,8 @@ from ppo.config.bounds import (
     Bound,
     FilePath,
     HangTimeout,
+    ListRule,
+    MetricName,
     NonNegativeInt,
     Positive,
     PositiveInt,
@@ -43,7 +45,7 @@ class CheckConfig(Section):
 class EarlyStopConfig(Section):
     """The end of a run whose metric does not become better any more."""
 
-    metric: str | None = None
+    metric: MetricName | None = None
     """metric whose highest value is best; with a minus before its name, the lowest; null = off"""
     patience: PositiveInt = 3
     """the run ends when it was so often not better than the best, one after the other; steps
@@ -151,7 +153,7 @@ class TrainerConfig(Section):
     """write checkpoints while training goes on"""
     max_ckpt_to_keep: MayChange[PositiveInt | None] = 2
     """older checkpoints are deleted; null = keep all"""
-    keep_best: MayChange[str | None] = None
+    keep_best: MayChange[MetricName | None] = None
     """metric whose highest value keeps its checkpoint besides; with a minus before its name, the
     lowest; null = none"""
     early_stop: MayChange[EarlyStopConfig] = field(default_factory=EarlyStopConfig)
@@ -164,7 +166,7 @@ class TrainerConfig(Section):
     """seconds without a sign of life of a rank, or without progress on any, after which a run that
     has begun ends, names who hangs, and has the stacks of all ranks in their logs; longer than a
     micro-batch takes; 0 = never"""
-    logger: MayChange[list[LoggerName]] = field(
+    logger: MayChange[Annotated[list[LoggerName], ListRule(least=1)]] = field(
         default_factory=lambda: ["console", "jsonl", "tensorboard"]
     )
     """where metrics go: wandb, trackio, mlflow and swanlab need their package, and read their own

@@ -4,6 +4,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -19,7 +21,7 @@ def test_files_that_are_there_are_checked_as_a_start_does(tmp_path, capsys):
     code = run_check(
         parse_args(
             ["--config", "ppo.yaml", "--check", f"data.train_files={tmp_path / 'rows.jsonl'}",
-             f"reward.function.path={tmp_path / 'reward.py'}"]
+             f"reward.function.path={tmp_path / 'reward.py'}", "data.drop_last=false"]
         )
     )  # fmt: skip
     assert code == 2
@@ -80,7 +82,7 @@ def test_prompts_that_are_all_too_long_are_warned_about_without_transformers(tmp
     rows = [{"data_source": "x", "prompt": "a " * n} for n in (30, 20, 40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     base = ["--config", "ppo_tiny.yaml", "--check", f"model.path={tmp_path}",
-            f"data.train_files={tmp_path / 'rows.jsonl'}"]  # fmt: skip
+            "data.drop_last=false", f"data.train_files={tmp_path / 'rows.jsonl'}"]  # fmt: skip
     assert run_check(parse_args([*base, "data.max_prompt_length=19"])) == 0
     assert "the first 3 prompts of" in (out := capsys.readouterr().out)
     assert "20 to 40 tokens or more" in out
@@ -102,3 +104,53 @@ def test_a_tracker_whose_package_is_missing_is_said_before_a_start(tmp_path, mon
     found = [problem for problem in missing_files(config) if problem.path == "trainer.logger"]
     assert [problem.value for problem in found] == absent
     assert all(f"pip install -e '.[{p.value}]'" in str(p) for p in found)
+
+
+SOURCES = [{"data_source": s, "prompt": "?", "ground_truth": "1"} for s in ("math", "gsm8k")] * 3
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.mix={math: 1, gsm8k: 2}"], None),
+        (["data.mix={math: 1, gsm9k: 2}"], "data.mix.gsm9k: neither a data source nor a file"),
+        (["data.mix={math: 1}"], "data.mix: has no weight for data source 'gsm8k'"),
+        (["data.mix={'*/rows.*': 1, math: 1}"], "data.mix.math: means data source 'math'"),
+        (["data.mix={math: 1, gsm8k: 0}"], "hold 3 rows to draw from, fewer than data.train_batch"),
+        (["data.train_batch_size=8"], "hold 6 rows to draw from, fewer than data.train_batch_size"),
+        (["data.train_batch_size=8", "data.drop_last=false"], None),
+        (["data.train_max_samples=3"], "hold 3 rows to draw from"),
+        (["data.train_files=tiny", "data.train_batch_size=1028"], "hold 1024 rows to draw from"),
+        (["data.train_files=tiny", "data.mix={other: 1}"], "the data sources are 'tiny'"),
+        (
+            ["algorithm.filter_groups.enable=true", "rollout.n=2", "data.gen_batch_size=7"],
+            "hold 6 rows to draw from, fewer than data.gen_batch_size = 7",
+        ),
+    ],
+)
+def test_training_rows_that_a_start_refuses_are_a_problem(
+    tmp_path, capsys, suffix, overrides, words
+):
+    file = tmp_path / f"rows.{suffix}"
+    table = pyarrow.Table.from_pylist(SOURCES)
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(table, file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in SOURCES))
+    sizes = ["data.train_batch_size=4", "actor.ppo_mini_batch_size=4"]
+    arguments = [f"data.train_files={file}", "reward.function.path=a.py", *sizes, *overrides]
+    code = run_check(parse_args(["--config", "ppo_tiny.yaml", "--check", *arguments]))
+    err = capsys.readouterr().err
+    assert code == (0 if words is None else 2), err
+    assert words is None or words in err
+
+
+def test_a_row_behind_the_first_ones_that_cannot_be_read_is_a_problem(tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    lines = [json.dumps(row) for row in SOURCES * 20] + ["{"]
+    file.write_text("\n".join(lines))
+    mix = ["data.mix={math: 1, gsm8k: 1}", "reward.function.path=a.py"]
+    arguments = ["--config", "ppo_tiny.yaml", "--check", f"data.train_files={file}"]
+    assert run_check(parse_args([*arguments, *mix])) == 2
+    assert "rows.jsonl, row 120 (line 121): is not JSON" in capsys.readouterr().err

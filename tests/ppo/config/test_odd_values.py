@@ -159,6 +159,17 @@ def test_what_a_key_follows_from_keeps_it_within_its_bounds():
         ("rollout.gpu_memory_utilization=1e-30", "at least 0.01"),
         ("actor.grad_clip=1e-30", "at least 1e-6"),
         ("rollout.top_k=0", "must be -1, or at least 1"),
+        ("trainer.early_stop.metric=''", "must be the name of a metric"),
+        ("trainer.keep_best=' - '", "must be the name of a metric"),
+        ("trainer.keep_best='-'", "must be the name of a metric"),
+        ("trainer.logger=[]", "must name each only once, and at least one"),
+        ("trainer.logger=[console, console]", "must name each only once"),
+        ("actor.checkpoint.save_contents=[model, model]", "must name each only once"),
+        ("algorithm.rollout_correction.rollout_is_threshold=0.5", "at least 1 and at most 1e9"),
+        ("rollout.stop=['']", "a text that is not empty"),
+        ("data.prompt_key=' '", "a text with a word in it"),
+        ("reward.function.name=['']", "a text with a word in it"),
+        ("algorithm.filter_groups.metric=''", "a text with a word in it"),
     ],
 )
 def test_nonsense_is_refused_with_the_bounds(override, words):
