@@ -67,6 +67,10 @@ class Reader:
         except yaml.YAMLError:
             self._problem(path, value, "not valid YAML", "put it in quotes")
             return
+        self.put(raw, path)
+
+    def put(self, raw: Any, path: str) -> None:
+        """Take in a raw value that stands at `path`, or inside of a mapping there."""
         if not self._set_inside(path, raw):
             self.read(raw, path)
 

@@ -146,3 +146,11 @@ def parse(text: str) -> Any:
 def dump(tree: dict[str, Any]) -> str:
     """YAML text of plain values; `parse` and `coerce` give the same values back."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def inline(value: Any) -> str:
+    """The same of one value, in one line; numbers as one writes them by hand."""
+    if isinstance(value, float):
+        return repr(value).replace("e-0", "e-").replace("e+0", "e+")
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=1e9)
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -28,6 +28,9 @@ RENAMED = {
     "actor.fsdp.model_dtype": "model.dtype",
     "actor.fsdp.dtype": "actor.fsdp.mixed_precision.param_dtype",
     "actor.fsdp.ulysses_sequence_parallel_size": "actor.ulysses_sequence_parallel_size",
+    "actor.checkpoint.contents": "actor.checkpoint.save_contents",
+    "critic.checkpoint.contents": "critic.checkpoint.save_contents",
+    "critic.model.use_rmpad": "model.use_remove_padding",
     "actor.use_remove_padding": "model.use_remove_padding",
     "ref.log_prob_max_token_len": "ref.log_prob_max_token_len_per_gpu",
     "ref.fsdp.dtype": "ref.fsdp.mixed_precision.param_dtype",
@@ -45,6 +48,7 @@ RENAMED = {
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": "rollout.reshard_bucket_mib",
     "rollout.full_determinism": "trainer.deterministic",
     "rollout.engine_kwargs.sglang.": "rollout.engine_kwargs.",
+    "model.use_rmpad": "model.use_remove_padding",
     "model.target_modules": "model.lora_target_modules",
     "model.exclude_modules": "model.lora_exclude_modules",
     "model.lora.rank": "model.lora_rank",
@@ -61,6 +65,7 @@ RENAMED = {
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
+    "custom_reward_function.overlong_buffer.": "reward.overlong_buffer.",
     "custom_reward_function.reward_kwargs.": "reward.function.kwargs.",
     "custom_reward_function.": "reward.function.",
     "reward.custom_reward_function.": "reward.function.",
@@ -200,7 +205,12 @@ _NOT_NEEDED = {
     "actor.fsdp.seed critic.fsdp.seed ref.fsdp.seed",
     "conversations are never cut": "reward_model.max_length",
     "its own tokenizer reads the conversation": "reward_model.model.input_tokenizer",
-    "it follows model.use_remove_padding": "reward_model.model.use_remove_padding",
+    "it follows model.use_remove_padding": "reward_model.model.use_remove_padding "
+    "reward_model.model.use_rmpad",
+    "gradients are on the host with offload_policy, else on the device": "actor.fsdp.grad_offload "
+    "critic.fsdp.grad_offload ref.fsdp.grad_offload",
+    "it is data.max_response_length": "reward_model.reward_kwargs.max_resp_len "
+    "reward.reward_kwargs.max_resp_len",
     "it follows model.trust_remote_code": "reward_model.model.trust_remote_code",
     "it is actor.ulysses_sequence_parallel_size": "reward_model.ulysses_sequence_parallel_size "
     "critic.fsdp.ulysses_sequence_parallel_size ref.fsdp.ulysses_sequence_parallel_size",
@@ -265,6 +275,7 @@ ADVICE |= {
 ANYWHERE = {
     "_target_": "sections have their classes here; remove it",
     "rollout_n": "use rollout.n",
+    "transformer_layer_cls_to_wrap": "decoder layers are found by themselves; remove it",
     "use_orig_params": "FSDP2 always keeps them; remove it",
     "limit_all_gathers": "FSDP2 limits them by itself; remove it",
     "use_torch_compile": "nothing is compiled; remove it",

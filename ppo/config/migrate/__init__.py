@@ -1,0 +1,1 @@
+"""Configurations of other trainers, as they are there, into ours; see README.md."""

@@ -1,0 +1,262 @@
+"""verl: values that mean another thing here, keys that decide together, its defaults.
+
+Releases 0.3 to 0.9. Names that hold the same value are in ppo/config/trainers/verl.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from ppo.config.foreign import foreign
+from ppo.config.migrate.given import Given
+from ppo.config.migrate.translate import Answer, Dialect, Rule, raw_of
+from ppo.config.schema import schema
+from ppo.config.sections.trainer import LoggerName
+from ppo.config.trainers.verl import RENAMED
+from ppo.config.values import is_null
+
+_PREFIX = "actor_rollout_ref."
+_SAME_ESTIMATOR = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+_RANDOM = re.compile(r"model\.override_config\..*(dropout|pdrop|layerdrop|jitter)[^.]*")
+_OVERLONG = re.compile(
+    r"(?:reward_model|reward|custom_reward_function)\."
+    r"(?:reward_kwargs\.)?overlong_buffer(?:_cfg)?\.(enable|len|penalty_factor|log)"
+)
+DYNAMIC, BUDGET = "actor.use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu"
+BY_TOKENS = (
+    "micro-batches are cut by tokens, actor.ppo_max_token_len_per_gpu, and change no gradient; "
+    "actor.use_dynamic_bsz=false cuts them by sequences"
+)
+NOTHING = Answer()
+
+DEFAULTS = {
+    "algorithm.use_kl_in_reward": False,
+    "actor.clip_ratio_low": 0.2,
+    "actor.clip_ratio_high": 0.2,
+    "critic.grad_clip": 1.0,
+    "critic.optim.lr_warmup_steps": 0,
+    "critic.optim.lr_warmup_steps_ratio": 0.0,
+    "critic.optim.lr_scheduler_type": "constant",
+    "critic.optim.min_lr_ratio": 0.0,
+    "critic.optim.weight_decay": 0.01,
+    "critic.optim.betas": "[0.9, 0.999]",
+    "critic.fsdp.param_offload": False,
+    "critic.fsdp.optimizer_offload": False,
+    "data.filter_overlong_prompts": False,
+    "rollout.gpu_memory_utilization": 0.5,
+    "rollout.tensor_model_parallel_size": 2,
+    "guards.preset": "none",
+    "trainer.total_epochs": 30,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.max_ckpt_to_keep": "null",
+}
+
+
+def dialect() -> Dialect:
+    """How verl's keys become ours."""
+    known = set(schema())
+    return Dialect(
+        name="verl",
+        own_name=_own_name,
+        lookup=lambda path: foreign(path, known),
+        rule=_rule,
+        whole=_whole,
+        defaults=DEFAULTS,
+    )
+
+
+def _own_name(path: str) -> str:
+    return path.removeprefix(_PREFIX)
+
+
+def _rule(name: str) -> Rule | None:
+    if _RANDOM.fullmatch(name):
+        return lambda raw, given: Answer(unneeded="every pass is that of evaluation")
+    if match := _OVERLONG.fullmatch(name):
+        return lambda raw, given: _overlong(name, match[1], raw, given)
+    if name.startswith("critic.model.") and (ours := RENAMED.get(name, "")).startswith("model."):
+        return lambda raw, given: _shared(ours, raw, given)
+    if name.endswith(".optim.lr_warmup_steps"):
+        return lambda raw, given: NOTHING if str(raw).startswith("-") else Answer({name: raw})
+    if name.endswith(".optim.total_training_steps"):
+        return lambda raw, given: _only(raw, "-1", "use trainer.total_training_steps")
+    if name.endswith(".strategy"):
+        return lambda raw, given: _strategy(raw)
+    return RULES.get(name)
+
+
+def _overlong(name: str, leaf: str, raw: Any, given: Given) -> Answer:
+    """DAPO's penalty, which has a switch there, and is on with a length here."""
+    section = name.removesuffix(leaf)
+    is_on = str(_value(given, f"{section}enable", "false")).lower() == "true"
+    if leaf in ("enable", "log") or not is_on:
+        return NOTHING
+    return Answer({f"reward.overlong_buffer.{leaf}": raw})
+
+
+def _shared(ours: str, raw: Any, given: Given) -> Answer:
+    """A key of the critic's model that all models share here."""
+    actors = _value(given, ours, schema()[ours].default if ours in schema() else raw)
+    if (
+        is_null(raw)
+        or ours == "model.use_remove_padding"
+        or str(actors).lower() == str(raw).lower()
+    ):
+        return NOTHING
+    return Answer(gap=f"all models share {ours}")
+
+
+def _strategy(raw: Any) -> Answer:
+    if is_null(raw) or str(raw) in ("fsdp", "fsdp2"):
+        return NOTHING
+    return Answer(
+        gap="FSDP2 is what shards here, with actor.fsdp and actor.ulysses_sequence_parallel_size; "
+        "Megatron's parallelism is not built"
+    )
+
+
+def _only(raw: Any, accepted: str, otherwise: str) -> Answer:
+    return NOTHING if is_null(raw) or str(raw) == accepted else Answer(gap=otherwise)
+
+
+def _micro_batch(section: str, *, of_all: bool) -> Rule:
+    """Sequences of one pass on a device (of_all: of all devices together, in early releases).
+
+    They decide over memory alone: where nobody has asked for them, tokens do here.
+    """
+
+    def rule(raw: Any, given: Given) -> Answer:
+        if not str(raw).isdigit():
+            return NOTHING
+        is_dynamic = _value(given, f"{section}.use_dynamic_bsz", _value(given, DYNAMIC, None))
+        if str(is_dynamic).lower() != "false":
+            return Answer(unneeded=BY_TOKENS)
+        ranks = _number(given, "trainer.nnodes", 1) * _number(given, "trainer.n_gpus_per_node", 8)
+        sp = _number(given, f"{section}.ulysses_sequence_parallel_size", 1)
+        each = max(1, int(raw) * sp // ranks) if of_all else int(raw)
+        return Answer({f"{section}.ppo_micro_batch_size_per_gpu": raw_of(each)})
+
+    return rule
+
+
+def _engine(raw: Any, given: Given) -> Answer:
+    if str(raw) == "vllm":
+        return Answer(unneeded="SGLang generates here")
+    engine = {"sglang": "sglang", "sglang_async": "sglang", "hf": "torch"}.get(str(raw))
+    return Answer({"rollout.engine": engine}) if engine else _only(raw, "???", "SGLang generates")
+
+
+def _val_temperature(raw: Any, given: Given) -> Answer:
+    samples = str(_value(given, "rollout.val_kwargs.do_sample", "false")).lower() == "true"
+    if samples:
+        return Answer({"rollout.val_kwargs.temperature": raw})
+    why = "without do_sample it validates greedily"
+    is_greedy = is_null(raw) or str(raw) in ("0", "0.0")
+    return Answer(
+        {"rollout.val_kwargs.temperature": raw_of(0.0)}, unneeded="" if is_greedy else why
+    )
+
+
+def _logger(raw: Any, given: Given) -> Answer:
+    names = [str(name) for name in (raw if isinstance(raw, list) else [raw])]
+    ours = [name for name in names if name in get_args(LoggerName)]
+    others = [name for name in names if name not in ours and not is_null(name)]
+    gap = f"there is no {', '.join(others)} here" if others else ""
+    return Answer({"trainer.logger": [*ours, *[n for n in ("jsonl",) if n not in ours]]}, gap)
+
+
+def _estimator(raw: Any, given: Given) -> Answer:
+    return Answer({"algorithm.adv_estimator": _SAME_ESTIMATOR.get(str(raw), raw)})
+
+
+def _manager(raw: Any, given: Given) -> Answer:
+    """prime and batch score in parallel, which is always done."""
+    same = str(raw) in ("prime", "batch")
+    return Answer({"reward.manager": "naive" if same else raw})
+
+
+def _metric(raw: Any, given: Given) -> Answer:
+    if str(raw) != "seq_final_reward":
+        return Answer({"algorithm.filter_groups.metric": raw})
+    return Answer({"algorithm.filter_groups.metric": "score"}, gap="the score decides, without KL")
+
+
+def _no_default(*defaults: str, why: str) -> Rule:
+    return lambda raw, given: NOTHING if str(raw) in defaults else Answer(gap=why)
+
+
+def _switch(key: str, off: Any) -> Rule:
+    """A switch that is on here, unless `key` says otherwise."""
+    return lambda raw, given: Answer({key: raw_of(off)}) if str(raw).lower() == "false" else NOTHING
+
+
+def _dataset_class(raw: Any, given: Given) -> Answer:
+    why = "a class for verl has another interface: see custom_cls in ppo/data/README.md"
+    return NOTHING if is_null(raw) else Answer(gap=why)
+
+
+def _base(raw: Any, given: Given) -> Answer:
+    return Answer(gap="name that YAML file too, before the script, for what it sets")
+
+
+RULES: Mapping[str, Rule] = {
+    "config-path": _base,
+    "config-name": _base,
+    "trainer.nnodes": lambda raw, given: Answer({"check.nnodes": raw}),
+    "trainer.n_gpus_per_node": lambda raw, given: Answer({"check.nproc_per_node": raw}),
+    "trainer.logger": _logger,
+    "trainer.resume_mode": lambda raw, given: (
+        NOTHING if str(raw) == "resume_path" else Answer({"trainer.resume_mode": raw})
+    ),
+    **{
+        f"{section}.ppo_micro_batch_size{of_one}": _micro_batch(section, of_all=not of_one)
+        for section in ("actor", "critic")
+        for of_one in ("", "_per_gpu")
+    },
+    "actor.use_token_level_loss": lambda raw, given: Answer(
+        {"actor.loss_agg_mode": "token-mean" if str(raw) == "True" else "seq-mean-token-mean"}
+    ),
+    "critic.ulysses_sequence_parallel_size": lambda raw, given: Answer(
+        unneeded="it is actor.ulysses_sequence_parallel_size"
+    ),
+    "critic.rollout_n": lambda raw, given: NOTHING,
+    "algorithm.adv_estimator": _estimator,
+    "algorithm.filter_groups.metric": _metric,
+    "reward_model.reward_manager": _manager,
+    "reward.reward_manager.name": _manager,
+    "data.custom_cls.path": _dataset_class,
+    "data.custom_cls.name": _dataset_class,
+    "data.image_key": _no_default("images", why="vision is not built"),
+    "data.video_key": _no_default("videos", why="vision is not built"),
+    "rollout.name": _engine,
+    "rollout.top_k": lambda raw, given: Answer(
+        {"rollout.top_k": raw_of(-1) if str(raw) == "0" else raw}
+    ),
+    "rollout.do_sample": _no_default("true", "True", why="training samples always"),
+    "rollout.val_kwargs.do_sample": lambda raw, given: NOTHING,
+    "rollout.val_kwargs.temperature": _val_temperature,
+    "rollout.val_kwargs.top_k": _no_default("-1", "0", why="validation with top_k is not built"),
+    "rollout.enable_chunked_prefill": _switch("rollout.engine_kwargs.chunked_prefill_size", -1),
+    "rollout.enable_prefix_caching": _switch("rollout.engine_kwargs.disable_radix_cache", True),
+}
+
+
+def _whole(given: Given) -> Mapping[str, Answer]:
+    """A budget of tokens for who counted sequences: no less than the longest one."""
+    longest = sum(_number(given, f"data.max_{part}_length", 512) for part in ("prompt", "response"))
+    budget = -(-longest // _number(given, "actor.ulysses_sequence_parallel_size", 1))
+    default = schema()[BUDGET].default
+    is_said = _value(given, BUDGET, None) is not None or _value(given, DYNAMIC, None) is not None
+    return {BUDGET: NOTHING if is_said or budget <= default else Answer({BUDGET: raw_of(budget)})}
+
+
+def _number(given: Given, name: str, default: int) -> int:
+    text = str(_value(given, name, default))
+    return int(text) if text.isdigit() else default
+
+
+def _value(given: Given, name: str, default: Any) -> Any:
+    return given.keys.get(name, given.keys.get(_PREFIX + name, default))

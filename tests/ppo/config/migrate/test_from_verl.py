@@ -1,0 +1,179 @@
+"""verl's example scripts and YAML files become configurations of ours that mean the same."""
+
+import re
+
+import pytest
+
+from ppo.check.preflight import run_check
+from ppo.config import ConfigError, load_config, parse_args
+from ppo.config.__main__ import main
+from ppo.config.migrate.from_verl import dialect
+from ppo.config.migrate.given import read_given
+from ppo.config.migrate.show import show
+from ppo.config.migrate.translate import Translation, translate
+from tests.ppo.config.migrate.verl_examples import EXAMPLES
+
+# two models of 7B that configs/model_shapes.yaml does not know, and one that is as large
+KNOWN = "Qwen/Qwen2.5-7B-Instruct"
+UNKNOWN = re.compile(r"(deepseek-ai/deepseek-llm-7b-chat|Qwen/Qwen2-7B-Instruct)\b")
+
+
+def translated(*words: str) -> Translation:
+    return translate(dialect(), read_given(words))
+
+
+def script(tmp_path, text: str) -> str:
+    (tmp_path / "run.sh").write_text(text)
+    return str(tmp_path / "run.sh")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_pass_check_on_their_cluster(name, tmp_path, capfd):
+    text = UNKNOWN.sub(KNOWN, EXAMPLES[name]).replace("FsfairX-LLaMA3-RM-v0.1", "Llama-3.1-8B")
+    assert main(["from-verl", script(tmp_path, text)]) == 0
+    found = capfd.readouterr()
+    (tmp_path / "mine.yaml").write_text(found.out)
+    code = run_check(parse_args(["--config", str(tmp_path / "mine.yaml"), "--check"]))
+    said = capfd.readouterr()
+    assert code == 0, said.err
+    assert "fits: " in said.out.splitlines()[-1]
+    gaps = {
+        "reward_model": "critic.model.enable_gradient_checkpointing = False: all models share "
+        "model.enable_gradient_checkpointing\n"
+    }
+    assert found.err == gaps.get(name, "")
+
+
+def test_values_and_defaults_are_those_of_the_run_there(tmp_path):
+    found = {name: translated(script(tmp_path, text)) for name, text in EXAMPLES.items()}
+    ppo, grpo, rm = (found[name] for name in ("ppo", "grpo", "reward_model"))
+    assert ppo.values["trainer.logger"] == ["console", "jsonl"]
+    assert ppo.values["data.train_files"] == ["~/data/gsm8k/train.parquet"]
+    assert "critic.model.path" in ppo.values and "critic.optim.lr" not in grpo.values
+    assert grpo.defaults["algorithm.use_kl_in_reward"] is False
+    assert (grpo.values["actor.kl_loss_coef"], grpo.values["rollout.n"]) == (0.001, 5)
+    assert grpo.values["check.nproc_per_node"] == 8
+    # the critic's optimizer does not follow the actor's there
+    assert rm.values["actor.optim.lr_warmup_steps_ratio"] == 0.1
+    assert rm.defaults["critic.optim.lr_warmup_steps_ratio"] == 0.0
+    assert rm.values["reward.model.path"] == "sfairXC/FsfairX-LLaMA3-RM-v0.1"
+    assert len(rm.values["data.train_files"]) == 2
+    dapo = found["dapo"].values
+    assert dapo["reward.overlong_buffer.len"] == 4096 and dapo["reward.manager"] == "dapo"
+    assert dapo["model.override_config"] == {"max_position_embeddings": 32768}
+    assert dapo["rollout.val_kwargs.temperature"] == 1.0 and dapo["rollout.top_k"] == -1
+    assert dapo["actor.ppo_max_token_len_per_gpu"] == 20480 and dapo["check.nnodes"] == 8
+    assert dapo["model.path"] == "~/verl/models/Qwen2.5-7B"
+    assert translated(script(tmp_path, EXAMPLES["dapo"]), "NNODES=2").values["check.nnodes"] == 2
+
+
+def test_what_the_yaml_says_is_what_the_translation_holds(tmp_path):
+    found = translated(script(tmp_path, EXAMPLES["dapo"]), "trainer.keep_best=null")
+    (tmp_path / "mine.yaml").write_text(show(found, "verl"))
+    config = load_config(tmp_path / "mine.yaml")
+    assert config.actor.clip_ratio_high == 0.28 and config.actor.optim.lr_warmup_steps == 10
+    assert config.algorithm.use_kl_in_reward is False and config.guards.preset == "none"
+    assert config.trainer.max_ckpt_to_keep is None and config.trainer.total_epochs == 10
+
+
+# of verl/trainer/config/ppo_trainer.yaml: what refers to something else, what is off, what is named
+WHOLE = """
+data:
+  tokenizer: null
+  train_files: ~/data/rlhf/gsm8k/train.parquet
+  filter_overlong_prompts: False
+  image_key: images
+  custom_cls: {path: null, name: null}
+  apply_chat_template_kwargs: {}
+actor_rollout_ref:
+  hybrid_engine: True
+  model:
+    path: ~/models/deepseek-llm-7b-chat
+    external_lib: null
+    override_config: { }
+    lora_rank: 0
+  actor:
+    _target_: verl.workers.config.FSDPActorConfig
+    strategy: fsdp
+    ppo_mini_batch_size: 64
+    ppo_micro_batch_size_per_gpu: null
+    use_dynamic_bsz: ${oc.select:no.such.key,True}
+    clip_ratio: 0.1
+    clip_ratio_low: 0.2
+    optim: {lr: 1e-6, lr_warmup_steps: -1, min_lr_ratio: null, warmup_style: cosine}
+    checkpoint: {contents: [model, optimizer, extra], load_contents: "${.contents}"}
+    fsdp_config: {wrap_policy: {min_num_params: 0}, param_offload: False, fsdp_size: -1}
+  rollout:
+    name: sglang
+    temperature: 1.0
+    do_sample: True
+    response_length: ${data.max_response_length}
+    n: 1
+    val_kwargs: {top_k: -1, temperature: 1.0, do_sample: False}
+    multi_turn: {enable: False, max_turns: null}
+critic:
+  rollout_n: ${actor_rollout_ref.rollout.n}
+  ppo_mini_batch_size: ${actor_rollout_ref.actor.ppo_mini_batch_size}
+  model: {path: ~/models/deepseek-llm-7b-chat, fsdp_config: {param_offload: True}}
+reward_model:
+  enable: False
+  model: {path: ~/models/FsfairX-LLaMA3-RM-v0.1, input_tokenizer: "${actor_rollout_ref.model.path}"}
+custom_reward_function: {path: score.py, name: compute_score, reward_kwargs: {scale: 2}}
+trainer:
+  experiment_name: gsm8k
+  logger: [console, vemlp_wandb]
+  resume_mode: auto
+  default_local_dir: checkpoints/${trainer.experiment_name}
+  max_actor_ckpt_to_keep: null
+ray_init: {num_cpus: null}
+"""
+
+
+def test_a_whole_yaml_file_with_references_is_read(tmp_path):
+    (tmp_path / "base.yaml").write_text(WHOLE)
+    found = translated(str(tmp_path / "base.yaml"), "++data.max_response_length=64", "rollout.n=3",
+                       "~algorithm.gamma", "+ray_init.num_cpus=4")  # fmt: skip
+    values = found.values
+    assert set(found.gaps) == {"trainer.logger = [console, vemlp_wandb]"}
+    assert values["trainer.default_local_dir"] == "checkpoints/gsm8k"
+    assert values["actor.use_dynamic_bsz"] is True
+    assert values["actor.ppo_mini_batch_size"] == values["critic.ppo_mini_batch_size"] == 64
+    assert values["critic.fsdp.param_offload"] is True
+    assert values["rollout.n"] == 3 and values["data.max_response_length"] == 64
+    assert values["rollout.val_kwargs.temperature"] == 0.0  # it does not sample there
+    assert values["reward.function.kwargs"] == {"scale": 2}
+    assert values["actor.optim.lr_scheduler_type"] == "cosine"
+    assert "reward.model.path" not in values and "rollout.engine" in values
+    # clip_ratio has no effect there beside the two, whose default is 0.2
+    assert values["actor.clip_ratio_low"] == found.defaults["actor.clip_ratio_high"] == 0.2
+    assert found.missing == []
+
+
+def test_what_has_no_counterpart_is_named_with_a_reason():
+    found = translated(
+        "data.train_files=a.parquet", "actor_rollout_ref.rollout.multi_turn.enable=True",
+        "algorithm.adv_estimator=gpg", "actor_rollout_ref.actor.strategy=megatron",
+        "actor_rollout_ref.rollout.val_kwargs.top_k=20", "actor.unheard_of=3",
+        "actor_rollout_ref.model.path=$MODEL", "--config-name=mine", "trainer.device=npu",
+        "trainer.logger=${LOGGER}",
+    )  # fmt: skip
+    reasons = {key.partition(" = ")[0].rpartition(".")[2]: why for key, why in found.gaps.items()}
+    assert "multi-turn" in reasons["enable"] and "must be one of gae" in reasons["adv_estimator"]
+    assert "Megatron" in reasons["strategy"] and "top_k is not built" in reasons["top_k"]
+    assert (
+        "is no key" in reasons["unheard_of"] and "name that YAML file too" in reasons["config-name"]
+    )
+    assert "LOGGER=... behind the command" in reasons["logger"] and "cuda" in reasons["device"]
+    assert found.missing == []
+    assert translated("trainer.nnodes=1").missing == ["data.train_files", "model.path"]
+
+
+def test_files_that_cannot_be_read_end_with_2(tmp_path, capsys):
+    (tmp_path / "bad.yaml").write_text("a: [")
+    (tmp_path / "bad.sh").write_text("run 'a")
+    for word in (tmp_path / "none.sh", tmp_path / "bad.yaml", tmp_path / "bad.sh"):
+        assert main(["from-verl", str(word)]) == 2
+        assert word.name in capsys.readouterr().err
+    assert main(["from-verl"]) == 2
+    with pytest.raises(ConfigError, match="no such file"):
+        read_given(["no/such/file.yaml"])
