@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ppo.check.episodes import episode_file_problems
 from ppo.config import ENGINE_TRAITS, PACKAGES_OF_LOGGERS, Config, Problem, RolloutConfig
 from ppo.data.columns import CHARS_PER_TOKEN, QUICK_ROWS, check_data_files, parse_row
 from ppo.data.rows import DataError, find_files, read_rows
@@ -31,7 +32,13 @@ def missing_files(config: Config) -> list[Problem]:
     plugins = [("reward.function.path", path) for path in config.reward.function.path or ()]
     if config.data.custom_cls.path is not None:
         plugins.append(("data.custom_cls.path", config.data.custom_cls.path))
+    if config.rollout.episode.path is not None:
+        plugins.append(("rollout.episode.path", config.rollout.episode.path))
     found += [Problem(key, path, "no such file") for key, path in plugins if not _is_file(path)]
+    replay = config.rollout.episode.replay
+    if replay is not None and not (Path(replay) / "samples").is_dir():
+        rule = "no folder of a run with samples/ there"
+        found.append(Problem("rollout.episode.replay", replay, rule))
     resume = config.trainer.resume_path
     if resume is not None and not _holds_checkpoint(Path(resume)):
         rule = "no checkpoint there" if Path(resume).is_dir() else "no such folder"
@@ -78,6 +85,7 @@ def wrong_contents(config: Config) -> list[Problem]:
             parse_plugin(custom.path, custom.name)
         except PluginError as error:
             found.append(Problem("data.custom_cls", None, str(error)))
+    found += episode_file_problems(config.rollout.episode)
     for function in _functions(config):
         try:
             check_function(function)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ppo.check.episodes import episode_problems
 from ppo.check.filtering import filtering_problems
 from ppo.config import Config, FsdpConfig, Problem, parse_rule
 from ppo.rewards.contract import RewardError
@@ -40,6 +41,7 @@ def check_config(config: Config, *, world_size: int, ranks_per_node: int) -> lis
         *filtering_problems(config),
         *_rows_and_samples(config),
         *_rewards(config),
+        *episode_problems(config),
         *_validation(config),
         *_guards(config),
     ]

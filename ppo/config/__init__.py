@@ -48,7 +48,12 @@ from ppo.config.sections.model import (
     ParallelConfig,
 )
 from ppo.config.sections.reward import RewardConfig, RewardFunctionConfig
-from ppo.config.sections.rollout import ENGINE_TRAITS, EngineTraits, RolloutConfig
+from ppo.config.sections.rollout import (
+    ENGINE_TRAITS,
+    EngineTraits,
+    EpisodeConfig,
+    RolloutConfig,
+)
 from ppo.config.sections.trainer import (
     PACKAGES_OF_LOGGERS,
     CheckConfig,
@@ -77,6 +82,7 @@ __all__ = [
     "DifficultyConfig",
     "EarlyStopConfig",
     "EngineTraits",
+    "EpisodeConfig",
     "FilterGroupsConfig",
     "FsdpConfig",
     "GuardsConfig",

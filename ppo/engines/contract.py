@@ -13,10 +13,14 @@ import numpy as np
 
 from ppo.errors import InputError
 
+SLICE_S = 0.5
+"""seconds that an engine works, or waits, between two looks at what else there is to do"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one generation are drawn; the same for all its requests.
+    """How the tokens of one generation are drawn; the same for all its requests, but for what one
+    says itself.
 
     Log-probs are those of log softmax(z / temperature) before top_k and top_p, and of
     log softmax(z) when temperature is 0 (SPEC 3).
@@ -63,6 +67,13 @@ class Request(NamedTuple):
     uid: int
     """Unique per sample and the same after a restart and on any number of ranks."""
     prompt_ids: list[int]
+    max_new_tokens: int | None = None
+    """None: as many as the generation's"""
+    stop: tuple[str, ...] | None = None
+    """None: the generation's"""
+    sampled_before: int = 0
+    """Tokens of the prompt that were sampled with this uid: a conversation that goes on draws the
+    noise that comes next. SGLang counts all tokens of the prompt instead."""
 
 
 class Completion(NamedTuple):
@@ -127,8 +138,8 @@ class Generation(Protocol):
         """Add requests. Raises ValueError for one that the engine cannot serve."""
         ...
 
-    def advance(self) -> list[Finished]:
-        """Work, or wait, for about half a second; returns what has ended, at once if all has."""
+    def advance(self, seconds: float = SLICE_S) -> list[Finished]:
+        """Work, or wait, for about so long; returns what has ended, at once if all has."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -155,6 +166,9 @@ class Engine(Protocol):
 
     generates_together: bool
     """whether the ranks of a group meet in the collectives of a step of a generation"""
+    repeats: bool
+    """whether the same requests, submitted together while nothing runs, are answered with the same
+    bits every time"""
 
     def start(self) -> Generator[None, None, None]:
         """Waits until the engine is up and has given its memory back; `wake` does it otherwise.
@@ -196,8 +210,11 @@ def check_requests(
     requests: Sequence[Request], *, max_model_len: int, vocab_size: int | None = None
 ) -> None:
     """ValueError that names the first bad request: empty, too long, or a token out of range."""
-    for index, (uid, prompt_ids) in enumerate(requests):
-        where = f"request {index} (uid {uid})"
+    for index, request in enumerate(requests):
+        prompt_ids = request.prompt_ids
+        where = f"request {index} (uid {request.uid})"
+        if request.max_new_tokens is not None and request.max_new_tokens < 1:
+            raise ValueError(f"{where}: max_new_tokens = {request.max_new_tokens} is not positive")
         if not prompt_ids:
             raise ValueError(f"{where}: the prompt is empty")
         if len(prompt_ids) >= max_model_len:

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from ppo.config.bounds import (
     Bound,
+    FilePath,
     IntOrOff,
+    Length,
     NonEmpty,
     PositiveInt,
     Ranks,
@@ -57,6 +59,31 @@ class ValKwargsConfig(Section):
     """nucleus; 1 = off"""
     n: Samples = 1
     """responses per prompt"""
+
+
+ToolFormat = Literal["auto", "hermes", "qwen3_xml", "llama3", "mistral"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeConfig(Section):
+    """Conversations of several turns, with tools and environments of the user."""
+
+    path: FilePath | None = None
+    """Python file with the episode; null = one response to each prompt"""
+    name: str = "episode"
+    """async function of a row and a policy, or class of an environment, in that file"""
+    max_turns: Annotated[int, Bound(ge=1, le=10_000, usual=(1, 200))] = 8
+    """responses of the policy in one episode"""
+    tool_timeout_s: MayChange[Timeout] = 30.0
+    """of one call of a tool, seconds; the policy is told that it took too long"""
+    timeout_s: MayChange[Timeout] = 600.0
+    """of one episode, seconds; it counts as failed then"""
+    max_observation_tokens: Length | None = None
+    """longest result of a tool, tokens, longer ones are cut; null = as much as there is room for"""
+    tool_format: ToolFormat = "auto"
+    """how the model writes calls of tools; auto = by its chat template"""
+    replay: MayChange[FilePath | None] = None
+    """folder of a run whose logged episodes are repeated, without running a tool"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +134,8 @@ class RolloutConfig(Section):
     """passed on to sglang.Engine"""
     val_kwargs: MayChange[ValKwargsConfig] = field(default_factory=ValKwargsConfig)
     """sampling in validation"""
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    """conversations of several turns"""
 
     def engine_kind(
         self, *, cuda: bool, installed: Callable[[str], object] = importlib.util.find_spec
@@ -120,6 +149,17 @@ class RolloutConfig(Section):
             if (cuda or traits.auto_on_cpu)
             and (traits.package is None or installed(traits.package))
         )
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether a sample is a conversation of several turns."""
+        return self.episode.path is not None
+
+    @property
+    def knows_stop_texts(self) -> bool:
+        """Whether requests may name texts that end a response, for which an engine has to decode
+        what it samples."""
+        return bool(self.stop) or self.has_episodes
 
     def verifies(self, num_syncs: int) -> bool:
         """Whether the weights of a sync are compared, of which there were `num_syncs` before."""

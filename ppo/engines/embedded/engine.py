@@ -17,7 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ppo.config import RolloutConfig
-from ppo.engines.contract import Finished, Request, SamplingParams, check_requests
+from ppo.engines.contract import (
+    SLICE_S,
+    Finished,
+    Request,
+    SamplingParams,
+    check_requests,
+)
 from ppo.engines.embedded.generation import Generation, longest_row
 from ppo.engines.embedded.model import LocalModel
 from ppo.engines.embedded.stop_text import StopText
@@ -29,13 +35,14 @@ from sharding.progress import PROGRESS
 from sharding.reshard.checksums import Checksums
 from sharding.reshard.resharder import Resharder
 
-_SLICE_S = 0.5
 _ALL = 10**9
 """room for everything"""
 
 
 class TorchEngine:
     """An `Engine` (ppo/engines/contract.py) without processes of its own."""
+
+    repeats = True
 
     def __init__(
         self,
@@ -113,7 +120,7 @@ class TorchEngine:
             max_rows=self._max_rows(longest_prompt, most, params),
             max_model_len=self._rollout.max_model_len,
             max_prefill_tokens=self._rollout.max_num_batched_tokens,
-            stop_text=StopText(self._tokenizer, params.stop),
+            stop_text=StopText(self._tokenizer),
             agree=self._broadcast_tokens if self._mesh.dims.rollout_tp > 1 else None,
             lag=1 if self._mesh.device.type == "cuda" else 0,
         )
@@ -193,7 +200,7 @@ class TorchEngine:
 
 
 class Slices:
-    """A generation of the embedded engine, advanced by slices of about half a second."""
+    """A generation of the embedded engine, advanced by slices of time."""
 
     def __init__(
         self,
@@ -221,7 +228,7 @@ class Slices:
         check_requests(requests, **self._limits)
         self._generation.submit(requests)
 
-    def advance(self) -> list[Finished]:
+    def advance(self, seconds: float = SLICE_S) -> list[Finished]:
         """One slice, at once over when nothing is left to do."""
         started = time.monotonic()
         for _ in range(self._num_steps):
@@ -230,13 +237,13 @@ class Slices:
             self._generation.step()
             PROGRESS.tick()
         else:
-            self._num_steps = self._next_slice(time.monotonic() - started)
+            self._num_steps = self._next_slice(time.monotonic() - started, seconds)
         self._seconds += time.monotonic() - started
         return self._generation.take_finished()
 
-    def _next_slice(self, elapsed_s: float) -> int:
-        """Steps that take about half a second, the same on every rank of the rollout group."""
-        wanted = int(self._num_steps * _SLICE_S / max(elapsed_s, 1e-6))
+    def _next_slice(self, elapsed_s: float, wanted_s: float) -> int:
+        """Steps that take about so long, the same on every rank of the rollout group."""
+        wanted = int(self._num_steps * wanted_s / max(elapsed_s, 1e-6))
         steps = torch.tensor(min(max(wanted, 1), 2 * self._num_steps))
         if self._mesh.dims.rollout_tp > 1:
             dist.broadcast(steps, group=self._mesh.rollout_host_group, group_src=0)

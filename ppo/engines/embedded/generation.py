@@ -30,6 +30,8 @@ class Response:
     prompt_ids: list[int]
     limit: int
     position: int
+    stop: tuple[str, ...] = ()
+    sampled_before: int = 0
     response_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -106,17 +108,21 @@ class Generation:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """More rows; those of one prompt that come together share its prefill."""
-        rows = [
-            Response(
-                uid,
-                ids,
-                min(self._params.max_new_tokens, self._max_model_len - len(ids)),
-                len(ids),
-            )
-            for uid, ids in requests
-        ]
+        rows = [self._row(request) for request in requests]
         self._waiting.extend(row for siblings in _by_prompt(rows) for row in siblings)
-        self.num_prompt_tokens += sum(len(ids) for _, ids in requests)
+        self.num_prompt_tokens += sum(len(request.prompt_ids) for request in requests)
+
+    def _row(self, request: Request) -> Response:
+        params, length = self._params, len(request.prompt_ids)
+        most = params.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+        return Response(
+            uid=request.uid,
+            prompt_ids=request.prompt_ids,
+            limit=min(most, self._max_model_len - length),
+            position=length,
+            stop=params.stop if request.stop is None else request.stop,
+            sampled_before=request.sampled_before,
+        )
 
     def take_finished(self) -> list[Finished]:
         """What has ended since the last call."""
@@ -185,7 +191,7 @@ class Generation:
         started = _State(
             tokens=torch.zeros_like(source),
             positions=to_device(lengths, device)[source],
-            counts=torch.zeros_like(source),
+            counts=to_device(torch.tensor([row.sampled_before for row in rows]), device),
             uids=to_device(torch.tensor([row.uid for row in rows]), device),
         )
         started = self._sample(rows, logits[source], started)
@@ -237,7 +243,7 @@ class Generation:
                 row.finish_reason = "stop"
             else:
                 going.append(row)
-        hits = self._stop_text.hits([row.response_ids for row in going])
+        hits = self._stop_text.hits([row.response_ids for row in going], [r.stop for r in going])
         for row, hit in zip(going, hits, strict=True):
             if hit:
                 row.finish_reason = "stop"

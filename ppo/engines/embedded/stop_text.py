@@ -4,6 +4,7 @@ Owns the window of tokens that has to be decoded for that. Must not know what a 
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 # Tokens decoded beyond the longest stop text: what a tokenizer does at the start of a text (drop a
@@ -12,20 +13,27 @@ _MARGIN = 8
 
 
 class StopText:
-    """Looks for the texts `stop` at the end of responses, after every token."""
+    """Looks for texts at the end of responses, after every token."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]):
+    def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
-        # A token stands for at least one byte.
-        self._window = max((len(text.encode()) for text in stop), default=0) + _MARGIN
 
-    def hits(self, responses: Sequence[list[int]]) -> list[bool]:
-        """True for each response whose last token completes a stop text."""
-        if not self._stop or not responses:
-            return [False] * len(responses)
-        tails = [ids[-self._window :] for ids in responses]
+    def hits(self, responses: Sequence[list[int]], stops: Sequence[tuple[str, ...]]) -> list[bool]:
+        """True for each response whose last token completes one of its texts."""
+        found = [False] * len(responses)
+        looked_at = [number for number, stop in enumerate(stops) if stop]
+        if not looked_at:
+            return found
+        tails = [responses[number][-_window(stops[number]) :] for number in looked_at]
         texts = self._tokenizer.batch_decode(
             tails, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        return [any(stop in text for stop in self._stop) for text in texts]
+        for number, text in zip(looked_at, texts, strict=True):
+            found[number] = any(stop in text for stop in stops[number])
+        return found
+
+
+@cache
+def _window(stop: tuple[str, ...]) -> int:
+    """Tokens that are decoded: a token stands for at least one byte."""
+    return max(len(text.encode()) for text in stop) + _MARGIN

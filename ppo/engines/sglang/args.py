@@ -167,7 +167,7 @@ def engine_arguments(
         "tokenizer_path": None if model.tokenizer_path == model.path else model.tokenizer_path,
         "trust_remote_code": model.trust_remote_code,
         # Texts that end a response are found in text: only then does the engine detokenize.
-        "skip_tokenizer_init": not rollout.stop,
+        "skip_tokenizer_init": not rollout.knows_stop_texts,
         "load_format": "dummy",
         "custom_weight_loader": [LOADER],
         "dtype": rollout.dtype,
@@ -213,6 +213,8 @@ def sampling_parameters(
 
     seeded: with a seed of its own for every sample.
     """
+    most = params.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+    stop = params.stop if request.stop is None else request.stop
     sampling = {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -223,8 +225,8 @@ def sampling_parameters(
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
         "min_new_tokens": 0,
-        "max_new_tokens": min(params.max_new_tokens, max_model_len - len(request.prompt_ids)),
-        "stop": list(params.stop) or None,
+        "max_new_tokens": min(most, max_model_len - len(request.prompt_ids)),
+        "stop": list(stop) or None,
         "stop_token_ids": list(params.stop_token_ids) or None,
         "ignore_eos": params.ignore_eos,
         "skip_special_tokens": False,

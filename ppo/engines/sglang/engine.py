@@ -60,6 +60,7 @@ class SGLangEngine:
     """
 
     generates_together = False  # the engine's processes do, not the trainer's
+    repeats = False  # which requests share a step follows from the clock
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class SGLangEngine:
     def begin(self, params: SamplingParams, *, longest_prompt: int, most: int) -> Served:
         """The leader is told what has ended; the other ranks have nothing to wait for."""
         assert self._state is EngineState.AWAKE, f"begin in state {self._state}"
-        if params.stop and not self.rollout.stop:
+        if params.stop and not self.rollout.knows_stop_texts:
             raise ValueError("texts that end a response have to be in rollout.stop from the start")
         return Served(
             self._host,

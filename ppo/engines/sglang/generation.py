@@ -10,6 +10,7 @@ from typing import Any
 
 from ppo.config import RolloutConfig
 from ppo.engines.contract import (
+    SLICE_S,
     Completion,
     Finished,
     Request,
@@ -17,10 +18,8 @@ from ppo.engines.contract import (
     check_requests,
 )
 from ppo.engines.sglang import args as sglang_args
-from ppo.engines.sglang.process import HostProcess
+from ppo.engines.sglang.process import POLL_S, HostProcess
 from sharding.progress import PROGRESS
-
-SLICE_S = 0.5
 
 
 class Served:
@@ -73,6 +72,8 @@ class Served:
         order = sorted(range(len(requests)), key=ranks.__getitem__)
         more = [self._described(requests[i]) for i in order]
         self._host.submit("more", call=self._call, requests=more)
+        if not self._unfinished:
+            self._heard = time.monotonic()  # an engine that had nothing to do had nothing to tell
         self._unfinished += len(requests)
         self._num_requests += len(requests)
 
@@ -82,17 +83,17 @@ class Served:
         )
         return request.uid, list(request.prompt_ids), sampling
 
-    def advance(self) -> list[Finished]:
-        """Wait for half a second, or until all has ended.
+    def advance(self, seconds: float = SLICE_S) -> list[Finished]:
+        """Wait for so long, or until all has ended.
 
         Raises EngineError when the host ends, or reports no progress for too long.
         """
         ended: list[Finished] = []
         if self._host is None or self._call is None:
             return ended
-        deadline = time.monotonic() + SLICE_S
+        deadline = time.monotonic() + seconds
         while self._unfinished and time.monotonic() < deadline:
-            told = self._host.listen(self._call, "generate")
+            told = self._host.listen(self._call, "generate", min(seconds, POLL_S))
             if told is not None:
                 marker, news = told
                 if marker != self._marker or news:

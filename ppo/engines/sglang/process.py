@@ -84,12 +84,12 @@ class HostProcess:
             raise self._error(f"cannot be asked to {verb}", error) from error
         return call
 
-    def listen(self, call: int, verb: str) -> Any:
-        """What a call that runs has to tell within half a second, or None.
+    def listen(self, call: int, verb: str, seconds: float = POLL_S) -> Any:
+        """What a call that runs has to tell within so long, or None.
 
         Raises EngineError when the host has ended.
         """
-        reply = self._poll(verb)
+        reply = self._poll(verb, seconds)
         return reply[2] if reply is not None and reply[1] == call else None
 
     def hung(self, verb: str, seconds: float) -> EngineError:
@@ -133,9 +133,9 @@ class HostProcess:
             except StopIteration as reply:
                 return reply.value
 
-    def _poll(self, verb: str) -> tuple[str, int, Any] | None:
+    def _poll(self, verb: str, seconds: float = POLL_S) -> tuple[str, int, Any] | None:
         try:
-            return self._connection.recv() if self._connection.poll(POLL_S) else None
+            return self._connection.recv() if self._connection.poll(seconds) else None
         except (EOFError, OSError) as error:
             raise self._error(f"ended in {verb}", error) from error
 

@@ -199,7 +199,7 @@ def test_what_the_only_engine_computes_together_does_not_depend_on_the_clock(eng
     params = SamplingParams(max_new_tokens=12, stop_token_ids=tuple(range(40)), seed=3)
     found = []
     for num_steps in (1, 5):  # that a slice has time for
-        monkeypatch.setattr(Slices, "_next_slice", lambda self, elapsed_s, n=num_steps: n)
+        monkeypatch.setattr(Slices, "_next_slice", lambda self, elapsed_s, wanted_s, n=num_steps: n)
         generation = engine.begin(params, longest_prompt=20, most=40)
         waiting, ended = make_requests(40), {}
         while len(ended) < 40:
@@ -238,7 +238,7 @@ def test_reading_tokens_one_step_late_changes_nothing(engine):
             max_rows=4,
             max_model_len=30,
             max_prefill_tokens=64,
-            stop_text=StopText(None, ()),
+            stop_text=StopText(None),
             lag=lag,
         )
         generation.submit(requests)
@@ -291,6 +291,43 @@ def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(engine):
         )
         assert cut.response_ids == whole.response_ids[:length]
     assert any(len(c.response_ids) < 40 for c in stopped)
+
+
+def test_a_conversation_that_goes_on_draws_the_noise_that_comes_next(engine):
+    params = SamplingParams(max_new_tokens=24, seed=2)
+    requests = make_requests(3)
+    whole = run(engine, requests, params)
+    begun = [r._replace(max_new_tokens=7 + i) for i, r in enumerate(requests)]
+    parts = run(engine, begun, params)
+    assert [len(part.response_ids) for part in parts] == [7, 8, 9]
+    rest = [
+        request._replace(
+            prompt_ids=request.prompt_ids + list(part.response_ids),
+            sampled_before=len(part.response_ids),
+            max_new_tokens=24 - len(part.response_ids),
+        )
+        for request, part in zip(requests, parts, strict=True)
+    ]
+    for one, begin, end in zip(whole, parts, run(engine, rest, params), strict=True):
+        assert [*begin.response_ids, *end.response_ids] == one.response_ids
+        assert [*begin.logprobs, *end.logprobs] == pytest.approx(one.logprobs, abs=1e-4)
+
+
+def test_each_request_may_have_stop_texts_of_its_own(engine):
+    tokenizer = build_tiny_tokenizer()
+    params = SamplingParams(max_new_tokens=40, seed=2)
+    requests = make_requests(3)
+    free = run(engine, requests, params)
+    text = str(tokenizer.decode(free[0].response_ids[10:12]))
+    stopped = run(engine, [requests[0]._replace(stop=(text,)), *requests[1:]], params)
+    assert len(stopped[0].response_ids) <= 12
+    assert text in tokenizer.decode(stopped[0].response_ids)
+    assert [c.response_ids for c in stopped[1:]] == [c.response_ids for c in free[1:]]
+
+
+def test_a_request_for_no_token_is_refused(engine):
+    with pytest.raises(ValueError, match=r"uid 5.: max_new_tokens = 0 is not positive"):
+        run(engine, [Request(5, [1], max_new_tokens=0)], SamplingParams(max_new_tokens=4))
 
 
 def contains(tokenizer, ids: list[int], texts: list[str]) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import Gemma3Config, Qwen2Config
 
-from ppo.config import Config, DataConfig, ModelConfig, RolloutConfig
+from ppo.config import Config, DataConfig, EpisodeConfig, ModelConfig, RolloutConfig
 from ppo.engines.contract import Request, SamplingParams
 from ppo.engines.sglang import args as sglang_args
 from ppo.engines.sglang import host as sglang_host
@@ -200,6 +200,20 @@ def test_how_to_sample_is_said_with_every_request_and_never_by_the_model():
     known = set(theirs.__struct_fields__) - internal - {"is_normalized", "ebnf_full_assistant"}
     assert known - sent.keys() == form | grammar | other
     assert (sent["repetition_penalty"], sent["min_p"], sent["max_new_tokens"]) == (1.0, 0.0, 13)
+    request = Request(7, [1, 2, 3], max_new_tokens=4, stop=("\n",))
+    own = sglang_args.sampling_parameters(request, params, max_model_len=16, seeded=False)
+    assert own == sent | {"max_new_tokens": 4, "stop": ["\n"]}
+
+
+def test_an_engine_decodes_where_texts_may_end_a_response():
+    def skips(**rollout):
+        return sglang_args.engine_arguments(
+            config(**rollout), model_path="x", device_index=3, kv_tokens=512, seed=1
+        )["skip_tokenizer_init"]
+
+    assert skips()
+    assert not skips(stop=["x"])
+    assert not skips(episode=EpisodeConfig(path="game.py"))
 
 
 def test_defaults_of_sampling_are_neither_the_models_nor_of_engine_kwargs():
