@@ -18,13 +18,16 @@ from ppo.config import AdvEstimator, AlgorithmConfig
 
 
 class Samples(NamedTuple):
-    """The samples that an estimator compares: B in all, b of them on this rank."""
+    """The samples that an estimator compares: B in all, and the b rows of this rank.
 
-    scores: Tensor  # [B] rewards summed over the tokens
+    A sample has one row, an episode one for each of its segments.
+    """
+
+    scores: Tensor  # [B] rewards summed over the tokens of all rows, the score once
     groups: Tensor  # [B] index of the prompt in the batch
     lengths: Tensor  # [B] tokens that count
     greedy_scores: Tensor | None  # [B] of the greedy response to the same prompt, where sampled
-    here: Tensor  # [b] which of them are on this rank
+    here: Tensor  # [b] which of them each row of this rank belongs to
     rewards: Tensor  # [b, T] per token, KL penalty included
     mask: Tensor  # [b, T] bool
     values: Tensor | None  # [b, T] with a critic
@@ -41,7 +44,10 @@ class Estimate(NamedTuple):
 
 
 def estimate(
-    batch: RolloutBatch, algorithm: AlgorithmConfig, ranks: ProcessGroup | None = None
+    batch: RolloutBatch,
+    algorithm: AlgorithmConfig,
+    ranks: ProcessGroup | None = None,
+    charged: Tensor | None = None,
 ) -> Estimate:
     """Advantages and returns [b, T] from batch.rewards. Collective over `ranks`.
 
@@ -50,6 +56,7 @@ def estimate(
 
     Args:
         ranks: that hold the batch together, once; None: this rank holds all.
+        charged: [B] scores as batch.rewards has them; None: batch.all.scores.
     """
     assert batch.rewards is not None
     overview = batch.all
@@ -62,13 +69,18 @@ def estimate(
     scores = torch.zeros(len(overview), dtype=torch.float64)
     scores[batch.rows] = batch.rewards.sum(-1).double()  # exact: one rank has each, others zero
     formulas.all_reduced(scores, ranks)
-    groups, own = overview.group_ids[used], used[batch.rows]
+    if overview.samples is not None:
+        charged = overview.scores if charged is None else charged
+        scores = scores - torch.where(overview.has_score_again, charged, 0.0).double()
+    stands = used & overview.is_last  # for its sample
+    groups, own = overview.group_ids[stands], used[batch.rows]
+    number = (stands.cumsum(0) - stands.long())[used]  # [used rows] of the sample of each
     samples = Samples(
-        scores=scores[used].to(batch.rewards.dtype),
+        scores=_sums(scores[used], number).to(batch.rewards.dtype),
         groups=groups,
-        lengths=overview.counted[used],
+        lengths=_sums(overview.counted[used], number),
         greedy_scores=None if overview.greedy_scores is None else overview.greedy_scores[groups],
-        here=(used.cumsum(0) - 1)[batch.rows][own],
+        here=number[(used.cumsum(0) - 1)[batch.rows][own]],
         rewards=batch.rewards[own],
         mask=batch.response_mask[own],
         values=_own(batch.values, own),
@@ -79,6 +91,11 @@ def estimate(
     found = ESTIMATORS[algorithm.adv_estimator](samples, algorithm)
     returns = None if found.returns is None else _spread(found.returns, own)
     return Estimate(_spread(found.advantages, own), returns)
+
+
+def _sums(x: Tensor, number: Tensor) -> Tensor:
+    """Of the rows of each sample: [rows] -> [samples]."""
+    return x.new_zeros(int(number[-1]) + 1).index_add_(0, number, x)
 
 
 def _own(x: Tensor | None, used: Tensor) -> Tensor | None:

@@ -84,8 +84,16 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
-def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, *, kl_coef: float) -> Tensor:
-    """Reward per token: the score at the last counted token, minus kl_coef x KL at every one.
+def token_rewards(
+    scores: Tensor,
+    kl: Tensor | None,
+    mask: Tensor,
+    *,
+    kl_coef: float,
+    turn_rewards: Tensor | None = None,
+) -> Tensor:
+    """Reward per token: the score at the last counted token, minus kl_coef x KL at every one, and
+    what turns were rewarded with.
 
     arXiv 1909.08593, eq. 2. A sequence without counted tokens gets zeros.
 
@@ -94,6 +102,7 @@ def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, *, kl_coef: f
         kl: [B, T] estimates, or None for no penalty.
         mask: bool [B, T].
         kl_coef: beta.
+        turn_rewards: [B, T] beside the score, at tokens that count.
 
     Returns:
         [B, T], 0 where `mask` is False.
@@ -102,6 +111,8 @@ def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, *, kl_coef: f
     rewards = torch.where(
         mask & (counted_after == 1), at_least_float32(scores)[:, None], 0.0
     )  # [B, T]
+    if turn_rewards is not None:
+        rewards = rewards + torch.where(mask, turn_rewards, 0.0)
     if kl is not None:
         rewards = rewards - torch.where(mask, kl_coef * kl, 0.0)
     return rewards

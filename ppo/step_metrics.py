@@ -11,7 +11,7 @@ from torch import Tensor
 from ppo.advantages import masked_variance
 from ppo.batch import degeneration
 from ppo.batch.packing import Batcher
-from ppo.batch.samples import RolloutBatch
+from ppo.batch.samples import RolloutBatch, positions_up_to
 from ppo.config import Config
 from ppo.losses import rollout_probs_diff
 from ppo.metrics import Metrics, timing_shares
@@ -41,10 +41,11 @@ def summarise_batch(batch: RolloutBatch, batcher: Batcher, metrics: Metrics) -> 
     """Lengths, rewards, advantages, values, and the mismatch of engine and trainer. Collective."""
     overview, mask, ranks = batch.all, batch.response_mask, batcher.mesh.dp_group
     _spread_of_all(metrics, "response_length", overview.response_lengths)
-    metrics.set("response_length/clip_ratio", overview.cut.double().mean().item())
+    metrics.set("response_length/clip_ratio", overview.cut[overview.is_last].double().mean().item())
     _spread_of_all(metrics, "prompt_length", overview.prompt_lengths)
     if overview.are_scored:
-        _spread_of_all(metrics, "critic/score", overview.scores[~overview.failed])
+        scored = overview.is_last & ~overview.failed
+        _spread_of_all(metrics, "critic/score", overview.scores[scored])
     if batch.rewards is not None and overview.are_scored:
         failed = overview.failed[batch.rows]
         _spread(metrics, "critic/rewards", batch.rewards.sum(-1)[~failed])
@@ -77,13 +78,15 @@ def watch_for_degeneration(
 
     is_text: whether a token stands for printable text, of ids of any shape.
     """
-    overview = batch.all
-    lengths, is_response = overview.response_lengths[batch.rows], batch.is_response
-    ids = batch.tokens.new_zeros(is_response.shape)
+    overview, is_sampled = batch.all, batch.is_sampled
     documents = zip(batch.documents(range(len(batch))), batch.prompt_lengths.tolist(), strict=True)
     found = [document[length:] for document, length in documents]
     flat = torch.cat(found) if found else batch.tokens[:0]
-    ids[is_response] = flat
+    flat = flat[is_sampled[batch.is_response]]  # what was observed says nothing of the policy
+    lengths = is_sampled.sum(-1)
+    is_token = positions_up_to(lengths)
+    ids = batch.tokens.new_zeros(is_token.shape)
+    ids[is_token] = flat
     loops = degeneration.looping(ids, lengths)
     counts = (overview.counted > 0)[batch.rows]
     metrics.add("degeneration/looping", loops.sum().item(), len(loops))
@@ -91,9 +94,10 @@ def watch_for_degeneration(
     keys = torch.zeros(len(overview), dtype=torch.long)
     keys[batch.rows] = degeneration.answer_keys(ids, lengths)
     dist.all_reduce(keys, group=batcher.mesh.dp_group)  # one rank has each, the others zeros
-    scored = ~overview.failed
+    last = overview.is_last
+    scored = last & ~overview.failed
     of_groups = {
-        "distinct_answers": degeneration.distinct_share(keys, overview.group_ids),
+        "distinct_answers": degeneration.distinct_share(keys[last], overview.group_ids[last]),
         "flat_groups": degeneration.flat_share(overview.scores[scored], overview.group_ids[scored]),
     }
     for name, share in of_groups.items():

@@ -17,8 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ppo.batch.conversations import Conversation
+from ppo.batch.overview import Overview
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completions
+
+
+class Row(NamedTuple):
+    """What a row is made of."""
+
+    prompt_ids: Sequence[int]
+    length: int  # response tokens
+    num_learned: int  # of these, tokens that the policy has sampled, and that no other row counts
 
 
 @dataclass(kw_only=True)
@@ -26,7 +36,8 @@ class Samples:
     """n responses to each prompt, as far as this rank's engine has made them.
 
     Of B = prompts x n samples, number i is sample i % n of prompt i // n. A rank that leads no
-    engine holds none.
+    engine holds none. An episode is one sample with a row for each of its segments, whose tokens
+    follow each other in its completion.
     """
 
     prompts: Sequence[Prompt]  # all of them, on every rank
@@ -34,6 +45,7 @@ class Samples:
     numbers: list[int]  # b, ascending: which samples these are
     completions: Completions  # b
     texts: list[str]  # b, the responses without special tokens, valid Unicode
+    conversations: list[Conversation] | None = None  # b, where samples are episodes
     scores: Tensor = field(init=False)  # [b] float32, from the rewards
     failed: Tensor = field(init=False)  # [b] bool, the reward raised, timed out, was not finite
     failures: list[str | None] = field(init=False)  # b, what went wrong with a failed sample's
@@ -65,6 +77,16 @@ class Samples:
         """What the sample with this index here answers."""
         return self.prompts[self.numbers[index] // self.n]
 
+    def rows(self, index: int) -> list[Row]:
+        """The rows of the sample with this index here: one, or one for each segment."""
+        if self.conversations is None:
+            length = self.completions.lengths[index]
+            return [Row(self.prompt(index).prompt_ids, length, length)]
+        return [
+            Row(segment.prompt_ids, segment.length, int(segment.learned.sum()))
+            for segment in self.conversations[index].segments
+        ]
+
 
 def of_prompts(samples: Samples, chosen: Sequence[int]) -> Samples:
     """The scored samples of some prompts alone, numbered anew. `chosen`: ascending."""
@@ -82,6 +104,9 @@ def of_prompts(samples: Samples, chosen: Sequence[int]) -> Samples:
             [completions.finish_reasons[i] for i in here],
         ),
         texts=[samples.texts[i] for i in here],
+        conversations=None
+        if samples.conversations is None
+        else [samples.conversations[i] for i in here],
         are_scored=samples.are_scored,
     )
     found.scores, found.failed = samples.scores[here], samples.failed[here]
@@ -111,6 +136,9 @@ def joined(parts: Sequence[Samples]) -> Samples:
             [reason for part in parts for reason in part.completions.finish_reasons],
         ),
         texts=[text for part in parts for text in part.texts],
+        conversations=None
+        if parts[0].conversations is None
+        else [one for part in parts for one in part.conversations or ()],
         are_scored=parts[0].are_scored,
     )
     found.scores = torch.cat([part.scores for part in parts])
@@ -125,43 +153,6 @@ def joined(parts: Sequence[Samples]) -> Samples:
 
 def _pieces(flat: np.ndarray, borders: Iterable[tuple[int, int]]) -> np.ndarray:
     return np.concatenate([flat[:0], *(flat[start:end] for start, end in borders)])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Overview:
-    """What every rank knows of all B samples; host tensors, the same everywhere."""
-
-    group_ids: Tensor  # [B] index of the prompt in this batch, ascending
-    prompt_lengths: Tensor  # [B]
-    response_lengths: Tensor  # [B]
-    scores: Tensor  # [B] float32, 0 for a failed sample
-    failed: Tensor  # [B] bool
-    cut: Tensor  # [B] bool, the response ended by its length
-    greedy_scores: Tensor | None = None  # [prompts] of the greedy responses, where sampled
-    are_scored: bool = True  # false: nothing scores, all scores are 0
-    rejected: Tensor | None = None  # [B] response tokens that the rollout correction takes out
-
-    def __len__(self) -> int:
-        """B."""
-        return len(self.group_ids)
-
-    @property
-    def lengths(self) -> Tensor:
-        """[B] prompt plus response tokens."""
-        return self.prompt_lengths + self.response_lengths
-
-    @property
-    def counted(self) -> Tensor:
-        """[B] response tokens that count: none of a failed sample, nor a rejected one."""
-        rejected = 0 if self.rejected is None else self.rejected
-        return torch.where(self.failed, 0, self.response_lengths - rejected)
-
-    @property
-    def alone(self) -> Tensor:
-        """[B] bool: samples with a score that have siblings, none of which has one."""
-        size = self.group_ids.bincount()[self.group_ids]
-        scored = self.group_ids[~self.failed].bincount(minlength=len(self))[self.group_ids]
-        return ~self.failed & (size > 1) & (scored == 1)
 
 
 class Scale(NamedTuple):
@@ -187,8 +178,9 @@ class RolloutBatch:
     """The b rows of a batch that this rank computes with; host tensors.
 
     The ranks of an sp group hold the same rows. response_mask [b, T] bool, True = the token counts:
-    a padding position, any token of a sample whose reward failed, or one that the rollout
-    correction rejects, does not. Optional tensors are filled as the step goes on.
+    a padding position, any token of a sample whose reward failed, one that an episode observed, or
+    one that the rollout correction rejects, does not. Optional tensors are filled as the step goes
+    on.
     """
 
     all: Overview
@@ -199,7 +191,9 @@ class RolloutBatch:
     bypasses_old: bool = False  # old_logprobs are the engine's
     value_scale: Scale = OF_REWARDS  # of what the critic gave; `values` are in those of rewards
     return_scale: Scale = OF_REWARDS  # of what the critic learns to give
-    rollout_logprobs: Tensor  # [b, T] float32, from the engine
+    rollout_logprobs: Tensor  # [b, T] float32, from the engine; 0 where it sampled nothing
+    learned: Tensor | None = None  # [b, T] bool, see Segment; None: all response tokens are
+    turn_rewards: Tensor | None = None  # [b, T] float32, of turns of episodes
     old_logprobs: Tensor | None = None  # [b, T] trainer, before the update
     ref_logprobs: Tensor | None = None  # [b, T]
     values: Tensor | None = None  # [b, T] critic, before the update
@@ -231,8 +225,13 @@ class RolloutBatch:
 
     @property
     def is_scored(self) -> Tensor:
-        """[b, T] bool: response tokens of samples that have a score, also those rejected since."""
-        return self.is_response & ~self.all.failed[self.rows, None]
+        """[b, T] bool: sampled tokens of samples that have a score, also those rejected since."""
+        return self.is_sampled & ~self.all.failed[self.rows, None]
+
+    @property
+    def is_sampled(self) -> Tensor:
+        """[b, T] bool: response tokens that are learned from, if their samples count."""
+        return self.is_response if self.learned is None else self.learned
 
     def documents(self, indices: Sequence[int]) -> list[Tensor]:
         """Token ids of prompt and response of some rows, int32."""

@@ -10,43 +10,46 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ppo.batch.samples import Overview, RolloutBatch, Samples, positions_up_to
+from ppo.batch.overview import Overview
+from ppo.batch.samples import RolloutBatch, Samples, positions_up_to
 from sharding.mesh import Mesh
 from sharding.partition import Budget, assign
 from sharding.rows import RowExchange
 
 
 def overview_of(samples: Samples, mesh: Mesh) -> tuple[Overview, Tensor]:
-    """What every rank is told of all samples, and the rank [B] that has made each. Collective."""
-    completions = samples.completions
+    """What every rank is told of all rows, and the rank [B] that has made each. Collective."""
+    has_episodes = samples.conversations is not None
+    rows = [samples.rows(i) for i in range(len(samples))]
+    sample_ids = _sample_ids(samples, [len(own) for own in rows], mesh)
     mine = torch.tensor(
         [
             [
                 mesh.rank,
-                len(samples.prompt(i).prompt_ids),
-                length,
+                len(row.prompt_ids),
+                row.length,
                 score,
-                failed,
+                failed or (has_episodes and not any(row.num_learned for row in own)),
                 reason == "length",
+                row.length - row.num_learned,
             ]
-            for i, (length, score, failed, reason) in enumerate(
-                zip(
-                    completions.lengths,
-                    samples.scores.tolist(),
-                    samples.failed.tolist(),
-                    completions.finish_reasons,
-                    strict=True,
-                )
+            for own, score, failed, reason in zip(
+                rows,
+                samples.scores.tolist(),
+                samples.failed.tolist(),
+                samples.completions.finish_reasons,
+                strict=True,
             )
+            for row in own
         ],
         dtype=torch.float64,
-    ).reshape(len(samples), 6)
-    table = torch.zeros(samples.total, 6, dtype=torch.float64)
-    table[samples.numbers] = mine
+    ).reshape(-1, 7)
+    table = torch.zeros(len(sample_ids), 7, dtype=torch.float64)
+    table[torch.isin(sample_ids, torch.tensor(samples.numbers, dtype=torch.long))] = mine
     dist.all_reduce(table, group=mesh.host_group)  # one rank has each row, the others zeros
-    holders, prompts, responses, scores, failed, cut = table.unbind(1)
+    holders, prompts, responses, scores, failed, cut, observed = table.unbind(1)
     overview = Overview(
-        group_ids=torch.arange(len(samples.prompts)).repeat_interleave(samples.n),
+        group_ids=sample_ids // samples.n,
         prompt_lengths=prompts.long(),
         response_lengths=responses.long(),
         scores=scores.float(),
@@ -54,8 +57,20 @@ def overview_of(samples: Samples, mesh: Mesh) -> tuple[Overview, Tensor]:
         cut=cut.bool(),
         greedy_scores=samples.greedy_scores,
         are_scored=samples.are_scored,
+        observed=observed.long() if has_episodes else None,
+        samples=sample_ids if has_episodes else None,
     )
     return overview, holders.long()
+
+
+def _sample_ids(samples: Samples, num_rows: list[int], mesh: Mesh) -> Tensor:
+    """[B] number of the sample of each row. Collective where samples are episodes."""
+    counts = torch.ones(samples.total, dtype=torch.long)
+    if samples.conversations is not None:
+        counts = torch.zeros_like(counts)
+        counts[samples.numbers] = torch.tensor(num_rows, dtype=torch.long)
+        dist.all_reduce(counts, group=mesh.host_group)  # one rank has each, the others zeros
+    return torch.arange(samples.total).repeat_interleave(counts)
 
 
 def owners_of(overview: Overview, parts: list[list[int]], budget: Budget) -> Tensor:
@@ -76,24 +91,40 @@ def share_out(
 ) -> RolloutBatch:
     """The samples that this rank computes with, from the ranks that made them. Collective."""
     exchange = RowExchange(holders, owners, mesh)
-    ids, rows = samples.completions.ids, samples.completions.borders()
+    rows = [row for i in range(len(samples)) for row in samples.rows(i)]
+    ends = np.cumsum([row.length for row in rows])
     parts = [
         part
-        for i, (start, end) in enumerate(rows)
-        for part in (np.asarray(samples.prompt(i).prompt_ids, np.int32), ids[start:end])
+        for row, end in zip(rows, ends, strict=True)
+        for part in (
+            np.asarray(row.prompt_ids, np.int32),
+            samples.completions.ids[end - row.length : end],
+        )
     ]
     tokens = torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, np.int32))
     lengths = overview.response_lengths
-    logprobs = exchange.move(torch.from_numpy(samples.completions.logprobs), lengths)
     is_response = positions_up_to(lengths[exchange.owned])
-    return RolloutBatch(
+
+    def moved(flat: np.ndarray) -> Tensor:
+        return _padded(exchange.move(torch.from_numpy(flat), lengths), is_response)
+
+    batch = RolloutBatch(
         all=overview,
         owners=owners,
         rows=exchange.owned,
         tokens=exchange.move(tokens, overview.lengths),
         response_mask=is_response & ~overview.failed[exchange.owned, None],
-        rollout_logprobs=_padded(logprobs, is_response),
+        rollout_logprobs=moved(samples.completions.logprobs),
     )
+    if samples.conversations is not None:
+        segments = [segment for one in samples.conversations for segment in one.segments]
+        nothing = np.zeros(0)
+        learned = [nothing.astype(bool), *(segment.learned for segment in segments)]
+        rewards = [nothing.astype(np.float32), *(segment.rewards for segment in segments)]
+        batch.learned = moved(np.concatenate(learned))
+        batch.turn_rewards = moved(np.concatenate(rewards))
+        batch.response_mask &= batch.learned
+    return batch
 
 
 def move(batch: RolloutBatch, owners: Tensor, mesh: Mesh) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ppo.batch.samples import Overview, RolloutBatch, Samples
+from ppo.batch.overview import Overview
+from ppo.batch.samples import RolloutBatch, Samples
 from ppo.data.tokenizer import token_texts
 from ppo.rollout.samples import sample_rows
 from ppo.rollout.scoring import Scorer
@@ -38,8 +39,8 @@ def log_samples(
     Collective.
     """
     mesh, overview = scorer.run.mesh, batch.all
-    chosen = sorted(chosen_samples(overview, step))
-    rows = sample_rows(samples, mesh, only=chosen)
+    chosen = sorted(chosen_rows(overview, step))
+    rows = sample_rows(samples, mesh, only=overview.sample_ids[chosen].tolist())
     mine = _token_details(batch, chosen, tokenizer) if mesh.sp_rank == 0 else {}
     parts = gather_to_first(mine, mesh.host_group)
     if rows is None or parts is None:
@@ -51,15 +52,18 @@ def log_samples(
     tracker.samples(step, rows, split="train", num_text=len(rows))
     tracker.histogram(step, "response_length", overview.response_lengths.double().tolist())
     if overview.are_scored:
-        tracker.histogram(step, "score", overview.scores[~overview.failed].tolist())
+        scored = overview.is_last & ~overview.failed
+        tracker.histogram(step, "score", overview.scores[scored].tolist())
 
 
-def chosen_samples(overview: Overview, step: int) -> set[int]:
-    """Numbers of the samples that are logged: the best, the worst, and NUM_RANDOM others.
+def chosen_rows(overview: Overview, step: int) -> set[int]:
+    """Rows of the samples that are logged: the best, the worst, and NUM_RANDOM others; of an
+    episode the last one.
 
     The same on every rank. Of equal ones another is taken in each step.
     """
     order = torch.randperm(len(overview), generator=torch.Generator().manual_seed(step))
+    order = order[overview.is_last[order]]
     scores = overview.scores[order]
     scored = ~overview.failed[order]
     found = order[:NUM_RANDOM].tolist()

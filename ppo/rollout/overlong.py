@@ -25,12 +25,15 @@ def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int, factor: floa
 
 
 def penalise_overlong(samples: Samples, config: Config, metrics: Metrics) -> None:
-    """Add the penalty to the scores, as a component, and its mean and share to the metrics."""
+    """Add the penalty to the scores, as a component, and its mean and share to the metrics.
+
+    Of an episode it is that of its longest segment.
+    """
     buffer = config.reward.overlong_buffer
     if buffer.len is None:
         return
     penalty = overlong_penalty(
-        torch.tensor(samples.completions.lengths),
+        torch.tensor([max(row.length for row in samples.rows(i)) for i in range(len(samples))]),
         longest=config.data.max_response_length,
         buffer=buffer.len,
         factor=buffer.penalty_factor,

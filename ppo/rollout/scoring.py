@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ppo.batch.degeneration import component_sums, variance_parts
-from ppo.batch.samples import Overview, Samples
+from ppo.batch.overview import Overview
+from ppo.batch.samples import Samples
 from ppo.config import Config
 from ppo.data.dataset import Prompt
 from ppo.data.prompts import PromptSets
@@ -99,7 +100,7 @@ class Scorer:
 
         rows: some samples of the step, as `sample_rows` gives them.
         """
-        scores = overview.scores[~overview.failed]
+        scores = overview.scores[overview.is_last & ~overview.failed]
         are_equal = overview.are_scored and len(scores) > 1 and bool((scores == scores[0]).all())
         if are_equal and not self.had_equal_scores:
             row = next((row for row in rows if row["score"] is not None), rows[0])

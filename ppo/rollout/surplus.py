@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ppo.batch.conversations import Conversation, Segment
 from ppo.batch.samples import Samples
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion, Completions
@@ -52,6 +53,9 @@ def decoded(state: Mapping[str, Any] | None, n: int, *, holds: bool) -> Samples 
             [Completion(_array(row["ids"]), _array(row["logprobs"]), row["ended"]) for row in rows]
         ),
         texts=[row["text"] for row in rows],
+        conversations=[_conversation(row["conversation"]) for row in rows]
+        if whole[0].get("conversation") is not None
+        else None,
     )
     samples.scores = torch.tensor([row["score"] for row in rows], dtype=torch.float32)
     samples.failed = torch.tensor([row["failed"] for row in rows], dtype=torch.bool)
@@ -81,7 +85,24 @@ def _encoded(samples: Samples, index: int, border: tuple[int, int]) -> dict[str,
         "components": samples.components[index],
         "answer": samples.answers[index],
         "greedy_score": None if greedy is None else greedy[prompt].item(),
+        "conversation": None
+        if samples.conversations is None
+        else _of_conversation(samples.conversations[index]),
     }
+
+
+def _of_conversation(one: Conversation) -> dict[str, Any]:
+    plain = one._replace(segments=[])._asdict()
+    segments = [(s.prompt_ids, _text(s.learned), _text(s.rewards)) for s in one.segments]
+    return json.loads(json.dumps(plain | {"segments": segments}, default=str))
+
+
+def _conversation(state: Mapping[str, Any]) -> Conversation:
+    segments = [
+        Segment(ids, _array(learned), _array(rewards))
+        for ids, learned, rewards in state["segments"]
+    ]
+    return Conversation(**{**state, "segments": segments})
 
 
 def _text(array: np.ndarray) -> list[str]:

@@ -39,17 +39,23 @@ def add_advantages(
         metrics.set("actor/ref_kl", masked_mean(k3, mask, ranks).item())
         if algorithm.charges_kl:
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, algorithm.kl_penalty)
-    scores = running.scores_of(batch, metrics)[batch.rows]
+    scores = running.scores_of(batch, metrics)
     kl_coef = controller.value * kl_factor
-    batch.rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef)
+    batch.rewards = token_rewards(
+        scores[batch.rows],
+        kl,
+        mask,
+        kl_coef=kl_coef,
+        turn_rewards=running.turn_rewards_of(batch),
+    )
     if kl is not None:
         mean = masked_mean(kl, mask, ranks).item()
         metrics.set("actor/reward_kl_penalty", mean)
         metrics.set("actor/kl_coef", kl_coef)
-        controller.update(mean, len(overview))
+        controller.update(mean, overview.num_samples)
     running.denormalise_values(batch)
-    batch.advantages, batch.returns = estimate(batch, algorithm, ranks)
+    batch.advantages, batch.returns = estimate(batch, algorithm, ranks, scores)
     running.note_returns(batch, metrics, ranks)
     if algorithm.needs.siblings:
-        metrics.set("reward/alone", int(overview.alone.sum()))
+        metrics.set("reward/alone", int((overview.alone & overview.is_last).sum()))
     correct_rollout(batch, config, metrics, ranks)

@@ -76,7 +76,7 @@ class Running:
         overview = batch.all
         if not self._of_scores:
             return overview.scores
-        self.scores.add(overview.scores, ~overview.failed)
+        self.scores.add(overview.scores, ~overview.failed & overview.is_last)
         scale = self.scores.scale
         metrics.set("reward/running_mean", scale.mean)
         metrics.set("reward/running_std", scale.std)
@@ -88,6 +88,12 @@ class Running:
             greedy = normalised(overview.greedy_scores)
             batch.all = replace(overview, greedy_scores=greedy)
         return torch.where(overview.failed, 0.0, normalised(overview.scores))
+
+    def turn_rewards_of(self, batch: RolloutBatch) -> Tensor | None:
+        """Rewards of turns, [b, T], in the units of the scores that `scores_of` has given."""
+        if batch.turn_rewards is None or not self._of_scores:
+            return batch.turn_rewards
+        return batch.turn_rewards / self.scores.scale.std
 
     def denormalise_values(self, batch: RolloutBatch) -> None:
         """Bring what the critic gives to the units of rewards."""

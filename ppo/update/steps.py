@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ppo.batch.overview import Overview
 from ppo.batch.packing import Batcher, MicroBatch
-from ppo.batch.samples import Overview, RolloutBatch, mini_batches
+from ppo.batch.samples import RolloutBatch, mini_batches
 from ppo.batch.shares import move, owners_of
 from ppo.batch.states import take_states
 from ppo.config import ActorConfig, Config, CriticConfig

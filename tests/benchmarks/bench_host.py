@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train_ppo
+from ppo.batch.overview import Overview
 from ppo.batch.packing import Batcher
-from ppo.batch.samples import Overview, Samples
+from ppo.batch.samples import Samples
 from ppo.batch.shares import overview_of, owners_of, share_out
 from ppo.config import Config, load_config
 from ppo.data.dataset import Prompt

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ppo.batch.samples import Overview, RolloutBatch, Samples, positions_up_to
+from ppo.batch.overview import Overview
+from ppo.batch.samples import RolloutBatch, Samples, positions_up_to
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion, Completions
 

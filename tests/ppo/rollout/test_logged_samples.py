@@ -9,7 +9,7 @@ from ppo.data.dataset import Prompt
 from ppo.data.tokenizer import token_texts
 from ppo.engines.contract import Completion
 from ppo.models.tiny import build_tiny_tokenizer
-from ppo.rollout.logged_samples import MOST_TOKENS, _token_details, chosen_samples
+from ppo.rollout.logged_samples import MOST_TOKENS, _token_details, chosen_rows
 from ppo.tracking.tracker import Tracker
 from tests.ppo.batches import make_batch, rows_here
 
@@ -30,16 +30,16 @@ def test_the_best_and_the_worst_sample_are_logged_and_a_failed_one_is_neither() 
     scores = [0.5, 0.9, -1.0, 0.0, 0.3, 0.2, 0.1, 0.4]
     batch = batch_of([[97]] * 8, scores=scores, failed=[3])
     for step in range(20):
-        chosen = chosen_samples(batch.all, step)
+        chosen = chosen_rows(batch.all, step)
         assert {1, 2} <= chosen and len(chosen) <= 4
-        assert chosen == chosen_samples(batch.all, step)
+        assert chosen == chosen_rows(batch.all, step)
     all_failed = batch_of([[97]] * 2, failed=[0, 1])
-    assert len(chosen_samples(all_failed.all, 1)) == 2
+    assert len(chosen_rows(all_failed.all, 1)) == 2
 
 
 def test_of_equal_samples_others_are_logged_in_other_steps() -> None:
     batch = batch_of([[97]] * 64, scores=[1.0] * 64)
-    assert len({number for step in range(30) for number in chosen_samples(batch.all, step)}) > 20
+    assert len({number for step in range(30) for number in chosen_rows(batch.all, step)}) > 20
 
 
 def test_each_rank_gives_the_values_of_its_own_rows() -> None:
