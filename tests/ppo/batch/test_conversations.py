@@ -33,16 +33,17 @@ def mesh() -> Iterator[Mesh]:
         yield build_mesh(ParallelDims(world_size=1, ranks_per_node=1), torch.device("cpu"))
 
 
-def rewarded(batch: RolloutBatch, scores: torch.Tensor | None = None) -> RolloutBatch:
+def rewarded(batch: RolloutBatch, scores: torch.Tensor | None = None) -> torch.Tensor:
     scores = (batch.all.scores if scores is None else scores)[batch.rows]
     batch.rewards = token_rewards(
         scores, None, batch.response_mask, kl_coef=0.0, turn_rewards=batch.turn_rewards
     )
-    return batch
+    return batch.rewards
 
 
 def advantages(batch: RolloutBatch, name: Any, **keys: Any) -> torch.Tensor:
-    found = estimate(rewarded(batch), AlgorithmConfig(adv_estimator=name, **keys)).advantages
+    rewarded(batch)
+    found = estimate(batch, AlgorithmConfig(adv_estimator=name, **keys)).advantages
     assert (found[~batch.response_mask] == 0).all()
     return found
 
@@ -57,7 +58,7 @@ def test_what_was_observed_is_read_and_counts_nowhere(mesh):
     assert batch.response_mask.tolist() == [LEARNED]
     assert batch.all.counted.tolist() == [5] and batch.all.response_lengths.tolist() == [8]
     assert batch.is_scored.tolist() == [LEARNED]
-    assert rewarded(batch).rewards.tolist() == [[0, 0.5, 0, 0, 0.25, 0, 0, 1.125]]  # score 1 at 15
+    assert rewarded(batch).tolist() == [[0, 0.5, 0, 0, 0.25, 0, 0, 1.125]]  # score 1 at 15
     micro = make_micro_batch(batch, [0], device=torch.device("cpu"))
     assert micro.inputs["input_ids"].tolist() == [[7, 11, 12, 90, 91, 13, 92, 14, 15]]
     assert micro.labels.tolist() == [11, 12, 13, 14, 15]
@@ -74,7 +75,7 @@ def test_gae_passes_through_what_was_observed(mesh):
     expected = [
         sum((0.9 * 0.8) ** (later - t) * deltas[later] for later in range(t, 5)) for t in range(5)
     ]
-    keys = {"gamma": 0.9, "lam": 0.8}
+    keys: dict[str, Any] = {"gamma": 0.9, "lam": 0.8}
     found = advantages(batch, "gae", **keys)[0, LEARNED].tolist()
     assert found == pytest.approx(whitened(expected), rel=1e-5)
     returns = estimate(batch, AlgorithmConfig(adv_estimator="gae", **keys)).returns
