@@ -11,10 +11,12 @@ the engine, the batch, the configuration's classes or torch.
         pool.answer(replies)                    # as the engine finishes them, in any order
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+
+from ppo.errors import InputError
 
 Finish = Literal["stop", "length", "stop_text"]
 ToolFormat = Literal["auto", "hermes", "qwen3_xml", "llama3", "mistral"]
@@ -23,6 +25,10 @@ TapeEvent = dict[str, Any]
 
 MOST_SEGMENTS = 1 << 10
 """of one episode: a segment's number lies above the 52 bits of a sample's uid"""
+
+
+class EpisodeError(InputError):
+    """The episode cannot work at all: no file, no such name, not of a kind that is known."""
 
 
 class EpisodeSpec(NamedTuple):
@@ -149,9 +155,8 @@ class EpisodeProgram(NamedTuple):
     path: str
     """a Python file"""
     name: str = "episode"
-    """`async def name(row, policy)`, an environment class, or what an adapter knows"""
-    kwargs: Mapping[str, Any] = {}
-    """passed on to the function, or to the adapter"""
+    """`async def name(row, policy)`, or an environment class; in a file of verl's `@function_tool`
+    it may be missing"""
 
 
 class Limits(NamedTuple):

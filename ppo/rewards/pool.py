@@ -165,7 +165,8 @@ class RewardPool:
                 self._replace_late(log)
 
     def _start(self, log: IO[bytes] | None) -> _Slot:
-        worker = WorkerProcess(self._functions, timeout_s=self._timeout_s, log=log)
+        setup = (list(self._functions), self._timeout_s)
+        worker = WorkerProcess("ppo.rewards.worker", setup, log=log)
         return _Slot(worker, time.monotonic() + START_TIMEOUT_S)
 
     def _end(self, kind: object, error: BaseException | None, trace: object) -> None:

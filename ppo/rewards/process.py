@@ -1,4 +1,4 @@
-"""One scoring process as its parent sees it: start, send, receive, kill.
+"""A process that runs the user's code as its parent sees it: start, send, receive, kill.
 
 Owns the process and its socket. Must not know queues or results.
 """
@@ -9,23 +9,20 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import IO, Any
 
-from ppo.rewards.contract import Function
 from ppo.rewards.groups import kill_group
-from ppo.rewards.worker import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 """folder of the package ppo: the worker may be started from anywhere"""
 LARGEST_MESSAGE = 64 << 20
 """bytes; a function that writes to the socket could announce any number"""
 START = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from ppo.rewards.worker import main; "
-    "main(int(sys.argv[2]), int(sys.argv[3]))"
+    "import importlib, sys; sys.path.insert(0, sys.argv[1]); "
+    "importlib.import_module(sys.argv[2]).main(int(sys.argv[3]), int(sys.argv[4]))"
 )
 
 
@@ -37,17 +34,17 @@ class WorkerProcess:
     worker can be killed with all that it started.
 
     Args:
-        log: where the function's prints go; None = this process's stderr.
+        module: whose `main(fd, parent)` it runs.
+        setup: what it reads first.
+        log: where its prints go; None = this process's stderr.
     """
 
-    def __init__(
-        self, functions: Sequence[Function], *, timeout_s: float, log: IO[bytes] | None
-    ) -> None:
+    def __init__(self, module: str, setup: Any, *, log: IO[bytes] | None) -> None:
         self.has_unread = False
         """it died before it read what was sent to it last"""
         self.channel, theirs = Pipe()
         output = sys.__stderr__ if log is None else log
-        command = [sys.executable, "-P", "-c", START, str(ROOT), str(theirs.fileno())]
+        command = [sys.executable, "-P", "-c", START, str(ROOT), module, str(theirs.fileno())]
         self.process = subprocess.Popen(
             [*command, str(os.getpid())],
             stdin=subprocess.DEVNULL,
@@ -58,21 +55,18 @@ class WorkerProcess:
         )
         theirs.close()
         _on_all_cores(self.pid)
-        self._send(pickle.dumps((list(functions), timeout_s)))
+        self.send(setup)
 
     @property
     def pid(self) -> int:
         """Process id, also the id of its process group."""
         return self.process.pid
 
-    def send(self, tasks: Sequence[Task]) -> None:
-        """Hand over samples; only to a worker that has answered all earlier ones."""
-        self._send(pickle.dumps(list(tasks)))
-
-    def _send(self, message: bytes) -> None:
+    def send(self, message: Any) -> None:
+        """Hand over what it will unpickle; to a scoring worker only once it has answered all."""
         try:
-            self.channel.send_bytes(message)
-        except ConnectionError:  # a dead worker shows up when it is read from
+            self.channel.send_bytes(pickle.dumps(message))
+        except OSError:  # a dead worker shows up when it is read from
             self.has_unread = True
 
     def receive(self) -> dict[str, Any] | None:

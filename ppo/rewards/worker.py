@@ -1,38 +1,28 @@
 """A scoring process: `worker.main(fd, parent)`, started by ppo/rewards/process.py.
 
-Owns what a worker does to itself (limits, death with its parent) and its loop: take a
-group of samples, answer each. Must not import torch: N of these run beside the trainer.
+Owns its loop: take a group of samples, answer each. Must not import torch: N of these run beside
+the trainer.
 
 Messages, on one socket: in come pickles of the program's own types; out go JSON lines, so that
 nothing a reward function makes is ever unpickled by the trainer.
 """
 
 import asyncio
-import ctypes
 import inspect
 import json
-import os
 import pickle
-import resource
-import signal
-import sys
-import threading
-import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from ppo.rewards.confine import confine
 from ppo.rewards.contract import Function, RewardError, RewardRequest
-from ppo.rewards.forks import begin_children_afresh, ended_in_children, ignore_signals
+from ppo.rewards.forks import ended_in_children
 from ppo.rewards.function import Loaded, Scored, call, combine, load_function, read
-from ppo.rewards.groups import end_group_with
 
-MEMORY_LIMIT_GIB = 8
-"""private memory of a worker; a function that needs more gets a MemoryError"""
 TRACEBACK_CHARS = 4000
-PARENT_WATCH_S = 1.0
 
 
 class Task(NamedTuple):
@@ -44,13 +34,7 @@ class Task(NamedTuple):
 
 def main(fd: int, parent: int) -> None:
     """Serve until the parent closes its end of the socket `fd`, or dies."""
-    end_group_with(os.getpid())
-    _die_with(parent)
-    ignore_signals()
-    _limit_resources()
-    os.set_inheritable(fd, False)  # by what the function executes
-    channel = Connection(fd)
-    begin_children_afresh(channel)
+    channel = confine(fd, parent)
     given, timeout_s = pickle.loads(channel.recv_bytes())
     with ended_in_children():
         functions = _load(given, channel)
@@ -67,31 +51,6 @@ def main(fd: int, parent: int) -> None:
                 continue
             for task in tasks:
                 _send(channel, _score(functions, task, runner))
-
-
-def _die_with(parent: int) -> None:
-    """End when the parent ends, however it does."""
-    with suppress(OSError, AttributeError):  # Linux
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_WATCH_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _limit_resources() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit = MEMORY_LIMIT_GIB << 30
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if hard == resource.RLIM_INFINITY or hard > limit:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory runs out, a worker goes before the trainer
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def _load(given: Sequence[Function], channel: Connection) -> list[Loaded] | None:

@@ -40,7 +40,7 @@ def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when the one that started it ends.
 
     Ends at once when that is no longer ``parent``; without it, when this process is an orphan.
-    ppo/rewards/worker.py and ppo/run/signals.py ask the kernel the same for themselves: this file
+    ppo/rewards/confine.py and ppo/run/signals.py ask the kernel the same for themselves: this file
     runs before anything of ours can be imported, and neither of them may import an engine.
     """
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,85 @@
+"""A file of verl's `@function_tool` functions as an episode, without verl.
+
+Owns the two modules that such a file imports, which stand in for verl's: `verl.tools.function_tool`
+and, as far as tools return it, `verl.tools.schemas`. Tools that need more of verl are not for it.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ppo.episodes.contract import EpisodeError
+from ppo.episodes.policy import Episode, Policy
+from ppo.episodes.tools import Tool, answer, as_text, schema_of
+
+
+@dataclass
+class ToolResponse:
+    """What a tool may return; images and videos are not shown to the policy."""
+
+    text: str | None = None
+    image: Any = None
+    video: Any = None
+
+
+def load_function_tools(path: str) -> Episode:
+    """The tools that a file registers, called until the policy calls none; reward.* scores it."""
+    tools = _registered(path)
+
+    async def episode(row: dict[str, Any], policy: Policy) -> None:
+        reply = await policy.chat(tools=tools)
+        while reply.tool_calls:
+            messages = []
+            for call in reply.tool_calls:
+                got = await answer(call, tools, **policy.tool_limits)
+                text, reward = got.text, 0.0
+                if got.status == "ok":
+                    text, reward = _returned(got.value)
+                messages.append(policy.answered(call, got._replace(text=text)))
+                if reward:
+                    policy.reward(reward)
+            reply = await policy.chat(messages)
+
+    return episode
+
+
+def _registered(path: str) -> list[Tool]:
+    tools: list[Tool] = []
+
+    def function_tool(name: Any = None, *, schema: Any = None) -> Any:
+        def register(function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+            described = dict(schema) if schema is not None else schema_of(function)
+            if schema is None and name is not None:
+                described["function"]["name"] = name
+            tools.append(Tool(described, function))
+            return function
+
+        return register(name) if callable(name) else lambda function: register(function, name)
+
+    modules = {"function_tool": {"function_tool": function_tool}, "schemas": {}}
+    modules["schemas"] = {"ToolResponse": ToolResponse, "OpenAIFunctionToolSchema": dict}
+    for name, content in modules.items():
+        module = ModuleType(f"verl.tools.{name}")
+        vars(module).update(content)
+        sys.modules[module.__name__] = module  # looked up before their parents are
+    file = Path(path).expanduser().resolve()
+    sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(f"tools_of_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = loaded
+    spec.loader.exec_module(loaded)
+    if not tools:
+        raise EpisodeError(f"rollout.episode: {path}: no function has registered as a tool")
+    return tools
+
+
+def _returned(value: Any) -> tuple[str, float]:
+    """Text and reward of a response, (response, reward) or (response, reward, metrics)."""
+    response, *others = value if isinstance(value, tuple) and value else (value,)
+    reward = float(others[0] or 0.0) if others else 0.0
+    return as_text(response.text if isinstance(response, ToolResponse) else response), reward

@@ -1,0 +1,98 @@
+"""The user's file: which kind of episode it has, found without running it, and loaded.
+
+Owns the kinds. Must not know processes.
+"""
+
+import ast
+import inspect
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ppo.episodes.contract import EpisodeError, EpisodeProgram
+from ppo.episodes.policy import Episode
+from ppo.plugin import PluginError, load_plugin, parse_plugin
+
+
+def check_program(program: EpisodeProgram) -> None:
+    """Look for the episode in its file, which is not run. Raises EpisodeError."""
+    if _has_function_tools(program):
+        return
+    try:
+        found = parse_plugin(program.path, program.name)
+    except PluginError as error:
+        raise EpisodeError(f"rollout.episode: {error}") from error
+    where = f"rollout.episode: {program.path}: {program.name}"
+    if isinstance(found, ast.FunctionDef):
+        raise EpisodeError(f"{where} must be `async def {program.name}(row, policy)`")
+    if isinstance(found, ast.AsyncFunctionDef):
+        given, options = found.args.args, len(found.args.defaults)
+        if not len(given) - options <= 2 <= len(given) and found.args.vararg is None:
+            names = ", ".join(arg.arg for arg in given)
+            raise EpisodeError(f"{where}({names}) must take (row, policy)")
+    if isinstance(found, ast.ClassDef) and not found.bases and "reset" not in _methods(found):
+        raise EpisodeError(f"{where} has no method reset(self, **row), as environments have")
+
+
+def load_program(program: EpisodeProgram) -> Episode:
+    """Import the file. Raises EpisodeError, and whatever the file itself raises."""
+    if _has_function_tools(program):
+        from ppo.episodes.function_tools import load_function_tools
+
+        return load_function_tools(program.path)
+    try:
+        found = load_plugin(program.path, program.name)
+    except PluginError as error:
+        raise EpisodeError(f"rollout.episode: {error}") from error
+    if inspect.isclass(found):
+        from ppo.episodes.environments import episode_of
+
+        return episode_of(found)
+    if not inspect.iscoroutinefunction(found):
+        raise EpisodeError(
+            f"rollout.episode: {program.path}: {program.name} must be `async def "
+            f"{program.name}(row, policy)` or a class, it is {type(found).__name__}"
+        )
+    return found
+
+
+def read_score(value: Any) -> tuple[float | None, dict[str, float]]:
+    """The score that an episode has returned and other finite numbers beside it.
+
+    Raises ValueError for what is neither a finite number, a dict with one as "score", nor None.
+    """
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            raise ValueError('the dict that an episode returns needs the key "score"')
+        others = {str(k): v for k, v in value.items() if k != "score"}
+        extra = {k: float(v) for k, v in others.items() if isinstance(v, int | float)}
+        score, _ = read_score(value["score"])
+        return score, {k: v for k, v in extra.items() if math.isfinite(v)}
+    if value is None:
+        return None, {}
+    try:
+        score = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"an episode returned {type(value).__name__}, not a number") from error
+    if not math.isfinite(score):
+        raise ValueError(f"an episode returned {score}, which is not finite")
+    return score, {}
+
+
+def _has_function_tools(program: EpisodeProgram) -> bool:
+    """Whether the file has no such name, but functions with verl's decorator."""
+    try:
+        tree = ast.parse(Path(program.path).expanduser().read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return False  # said by who looks for the name
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if any(function.name == program.name for function in functions):
+        return False
+    decorators = [d for function in functions for d in function.decorator_list]
+    names = [ast.unparse(d.func if isinstance(d, ast.Call) else d) for d in decorators]
+    return any(name.rpartition(".")[2] == "function_tool" for name in names)
+
+
+def _methods(found: ast.ClassDef) -> set[str]:
+    return {n.name for n in found.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
