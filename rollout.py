@@ -40,6 +40,17 @@ from sharding.checkpoint.folder import candidates
 
 logger = logging.getLogger("rollout")
 
+DESCRIPTION = """\
+Generate from a checkpoint, score the samples and write them; every rank runs this program.
+
+    python rollout.py --config ppo.yaml --data data/gsm8k/test.parquet --out untrained.parquet
+    torchrun --nproc_per_node=8 rollout.py --config ppo.yaml --checkpoint runs/ppo/first \\
+        --data data/gsm8k/test.parquet --out samples.parquet rollout.val_kwargs.n=8
+
+Prints and writes mean score, pass@k, maj@n and lengths, by data source. Without --checkpoint it is
+the untrained model.path that is evaluated.
+"""
+
 
 class Options(NamedTuple):
     """What the command line says."""
@@ -56,7 +67,8 @@ class Options(NamedTuple):
 
 def parse_options(argv: Sequence[str]) -> Options:
     """Options of rollout.py; what is not an option is an override. Raises ConfigError."""
-    parser = build_parser("Generate from a checkpoint, score the samples and write them.")
+    parser = build_parser(DESCRIPTION)
+    parser.usage = "%(prog)s --config FILE --data FILE --out FILE [options] [key.sub=value ...]"
     parser.add_argument("--checkpoint", type=path, help="run, step or Hugging Face folder")
     parser.add_argument("--data", required=True, help="prompts: parquet or JSONL, or a glob")
     parser.add_argument("--out", required=True, type=path, help="samples: .parquet or .jsonl")

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppo.config import Config, load_config
-from ppo.config.cli import WHERE_KEYS_ARE, ArgumentParser, join_values
+from ppo.config.cli import WHERE_KEYS_ARE, ArgumentParser, for_users, join_values
 from ppo.data.columns import Sample, parse_row
 from ppo.data.rows import DataError, Row, find_files, read_rows
 from ppo.errors import InputError
@@ -96,7 +96,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     parser = ArgumentParser(
         prog="python -m ppo.rewards.try",
         usage="%(prog)s FUNCTION_FILE --data FILE [options] [key.sub=value ...]",
-        description=__doc__,
+        description=for_users(__doc__),
         epilog=WHERE_KEYS_ARE,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,

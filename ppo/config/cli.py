@@ -42,7 +42,20 @@ class ArgumentParser(argparse.ArgumentParser):
         raise ConfigError([Problem("", message, message, self.format_usage().strip())])
 
 
-def parse_args(argv: Sequence[str], *, description: str = "Train with PPO.") -> CommandLine:
+TRAIN = """\
+Train with PPO; every rank runs this program.
+
+    python train_ppo.py --config ppo_tiny.yaml                        # a random model, on a CPU
+    python train_ppo.py --config ppo.yaml --check                     # plan: mesh, batches, memory
+    torchrun --nproc_per_node=8 train_ppo.py --config ppo.yaml actor.optim.lr=2e-6
+    torchrun --nproc_per_node=8 train_ppo.py --config ppo.yaml        # again: it resumes
+
+Exit code: 0 finished, stopped or checked; 2 wrong configuration, data or weights (torchrun answers
+1); the run folder's status.json says how a run ended.
+"""
+
+
+def parse_args(argv: Sequence[str], *, description: str = TRAIN) -> CommandLine:
     """Options of train_ppo.py; what is not an option is an override. Raises ConfigError.
 
     The options that say which machine --check plans for are overrides of the section `check`.
@@ -96,6 +109,11 @@ def build_parser(description: str) -> ArgumentParser:
         "--config", required=True, metavar="FILE", help="YAML file: as given, else in configs/"
     )
     return parser
+
+
+def for_users(docstring: str | None) -> str:
+    """A program's docstring as --help shows it: without what it says to readers of its code."""
+    return (docstring or "").partition("\n\nOwns ")[0]
 
 
 def path(text: str) -> Path:

@@ -6,6 +6,7 @@ Defaults < file < overrides. A key that is null or absent may take its value fro
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,11 @@ def find_config(path: str | Path) -> Path:
         if candidate.is_file():
             return candidate
     files = [*CONFIG_FOLDER.glob("*po*.yaml"), *CONFIG_FOLDER.glob("tiny/*.yaml")]
-    presets = ", ".join(sorted(str(file.relative_to(CONFIG_FOLDER)) for file in files))
-    raise ConfigError([Problem("--config", str(path), "no such file", f"configs/ has {presets}")])
+    presets = sorted(str(file.relative_to(CONFIG_FOLDER)) for file in files)
+    close = difflib.get_close_matches(str(path), presets, n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    fix = f"{meant}configs/ has {', '.join(presets)}"
+    raise ConfigError([Problem("--config", str(path), "no such file", fix)])
 
 
 def to_yaml(config: Config) -> str:

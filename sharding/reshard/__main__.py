@@ -1,10 +1,11 @@
 """The table of bytes that the reshard moves, for models given by their shapes alone.
 
-    python -m sharding.reshard [CONFIG.json ...] [--shard_ranks 8] [--bucket_mib 512]
+    python -m sharding.reshard                                      # Qwen2.5 of 7B, 32B and 72B
+    python -m sharding.reshard models/mine/config.json --shard_ranks 16
 
-prints Markdown: for every rollout TP size, with FSDP's dim-0 shards and with
-``parallel.align_to_rollout``, what a rank receives beside a full all-gather. Without arguments:
-Qwen2.5 of 7B, 32B and 72B. Needs no weights, no processes and no device.
+Prints Markdown: for every rollout TP size, with FSDP's dim-0 shards and with
+parallel.align_to_rollout, what a rank receives beside a full all-gather. Needs no weights, no
+processes and no device.
 """
 
 import argparse
@@ -22,6 +23,11 @@ from sharding.reshard.geometry import Source
 from sharding.reshard.plan import MIB, ReshardPlan, make_plan
 
 Config = Mapping[str, Any]
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    "vocab_size",
+)
+"""keys of a config.json that the shapes are made of"""
 
 
 def _qwen2_5(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> Config:
@@ -127,16 +133,42 @@ def _row(name: str, plan: ReshardPlan, tp: int, placement: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    """The command; a file that is no known model's config.json is one message and exit code 1."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sharding.reshard",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("configs", nargs="*", type=Path, help="config.json files of known models")
-    parser.add_argument("--shard_ranks", type=int, default=8, help="F, ranks of one node")
-    parser.add_argument("--bucket_mib", type=float, default=512)
+    parser.add_argument("--shard_ranks", type=int, default=8, help="F, ranks of one node (8)")
+    parser.add_argument("--bucket_mib", type=float, default=512, help="send and receive (512)")
     options = parser.parse_args(arguments)
-    configs = {path.parent.name: json.loads(path.read_text()) for path in options.configs}
+    try:
+        configs = {path.resolve().parent.name: _read(path) for path in options.configs}
+    except ValueError as error:
+        parser.exit(1, f"{error}\n")
     for line in table(
         configs or QWEN2_5, shard_ranks=options.shard_ranks, bucket_mib=options.bucket_mib
     ):
         sys.stdout.write(line + "\n")
+
+
+def _read(path: Path) -> Config:
+    """A config.json of a family that has a layout. Raises ValueError."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: is not JSON: {error}") from error
+    family = config.get("model_type") if isinstance(config, dict) else None
+    if family not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ValueError(f"{path}: model_type {family!r} has no layout; these have: {known}")
+    missing = [name for name in SIZES if not isinstance(config.get(name), int)]
+    if missing:
+        raise ValueError(f"{path}: {', '.join(missing)} must be whole numbers")
+    return config
 
 
 if __name__ == "__main__":

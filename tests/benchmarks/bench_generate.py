@@ -93,7 +93,11 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.bench_generate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", help="Hugging Face folder")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--max_new_tokens", type=int, default=96)

@@ -194,7 +194,11 @@ def memory_gib(name: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.bench_host",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--world_sizes", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--responses", type=int, default=8192)
     parser.add_argument("--longest", type=int, default=8192)

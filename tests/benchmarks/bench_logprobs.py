@@ -79,7 +79,11 @@ def report(title: str, times: dict[str, float], peaks: dict[str, float], targets
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.bench_logprobs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--update_tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)

@@ -34,7 +34,11 @@ def update(module: Any, inputs: dict[str, Tensor]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.bench_packing",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--sequences", type=int, default=12)
     parser.add_argument("--max_length", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=2)

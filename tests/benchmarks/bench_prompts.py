@@ -119,7 +119,11 @@ def measure(config: Config, run: Run, model: Path, before: float) -> Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.bench_prompts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--whole", type=int, default=1_800_000)

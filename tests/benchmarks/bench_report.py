@@ -18,7 +18,11 @@ from tests.ppo.report.made_run import make_run
 
 def main() -> None:
     """Print megabytes read, seconds and size, of one run and of all side by side."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.bench_report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="folder to leave the report of all runs in")

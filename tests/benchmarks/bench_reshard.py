@@ -182,7 +182,11 @@ def table(results: list[tuple[str, Measured, Measured]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.bench_reshard",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--bucket_mib", type=float, default=16, help="send + receive")

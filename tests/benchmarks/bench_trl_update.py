@@ -124,7 +124,11 @@ def update_in_trl(python: str, batch: RolloutBatch, folder: Path, n: int, dtype:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.bench_trl_update",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--trl_python")
     parser.add_argument("--sequences", type=int, default=16, help="a multiple of 8")
     parser.add_argument("--max_length", type=int, default=256)

@@ -3,6 +3,8 @@
     python -m ppo.data.prepare reasoning_gym --out data/sums --task chain_sum --option max_terms=2
     python -m ppo.data.prepare gsm8k --out data/gsm8k                        # with `datasets`
     python -m ppo.data.prepare gsm8k --out data/gsm8k --input train.jsonl --test_input test.jsonl
+    python -m ppo.data.prepare math --out data/math --input math.jsonl --test_size 0.1
+    python -m ppo.data.prepare preference --out data/hh --input pairs.jsonl --test_size 500
     python -m ppo.data.prepare jsonl --out data/mine --input mine.jsonl --prompt_key question
     python -m ppo.data.prepare csv --out data/mine --input mine.csv --map q=prompt a=ground_truth
     python -m ppo.data.prepare trl --out data/deepmath --input deepmath.parquet
@@ -19,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ppo.config.cli import for_users
 from ppo.data.prepare.csv_rows import SEPARATORS, read_csv
 from ppo.data.prepare.gym_rows import INSTRUCTIONS, TaskError, gym_rows
 from ppo.data.prepare.sources import (
@@ -46,6 +49,10 @@ MAKERS: dict[str, Callable[..., Iterable[PreparedRow]]] = {
 }
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults of options, and examples as they are written."""
+
+
 KINDS = "JSONL, parquet, CSV, or globs"
 
 
@@ -68,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ppo.data.prepare",
-        description=__doc__,
+        description=for_users(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="SET")
@@ -118,11 +125,14 @@ def _add_scoring(command: argparse.ArgumentParser, default: str) -> None:
 def _command(
     commands: Any, name: str, help_text: str, *, aliases: Sequence[str] = ()
 ) -> argparse.ArgumentParser:
+    names = {f"ppo.data.prepare {one} " for one in (name, *aliases)}
+    examples = [line for line in (__doc__ or "").splitlines() if any(n in line for n in names)]
     command = commands.add_parser(
         name,
         help=help_text,
         aliases=[*aliases],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="\n".join([f"{help_text[0].upper()}{help_text[1:]}.", "", *examples]),
+        formatter_class=_Help,
     )
     command.add_argument("--out", type=Path, required=True, help="folder of the parquet files")
     return command
