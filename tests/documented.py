@@ -22,8 +22,8 @@ from ppo.config.cli import join_values
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("ppo", "sharding", "configs", "docs", "examples", "launch", "tests")
 STARTERS = ("python", "torchrun", "bash", "sbatch", "pip", "launch/local.sh")
-PLACE = re.compile(r"\b[A-Z][A-Z_]+\b")
-"""stands for a path or a name"""
+PLACE = re.compile(r"\b[A-Z][A-Z_]+\b|\bmine\b")
+"""stands for a path, a name, or a file of the reader's own"""
 SUBCOMMANDS = ("ppo.data.prepare", "sharding.checkpoint")
 """programs whose first word has a --help of its own"""
 OF_TORCHRUN = ("--nproc_per_node", "--nnodes", "--standalone", "--rdzv", "--master")
@@ -122,6 +122,9 @@ def check_command(command: Command) -> None:
 
 def _check_program(words: list[str]) -> None:
     """Words behind `python`."""
+    if words[0] == "-c":
+        compile(words[1], "-c", "exec")
+        return
     if words[0] == "-m":
         name, arguments = words[1], words[2:]
         if name in ("venv", "pip", "pytest") or PLACE.search(name):

@@ -1,11 +1,17 @@
 """What is documented is true: commands are accepted, programs explain themselves, links lead
 somewhere. The long commands run in the full tier."""
 
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests import memory_table
 from tests.documented import (
     ROOT,
     Command,
@@ -96,3 +102,79 @@ def test_a_folder_s_readme_names_its_files() -> None:
             if file.name != "__init__.py" and not re.search(rf"\b{file.stem}\b", text):
                 missing.append(str(file.relative_to(ROOT)))
     assert missing == []
+
+
+def clean_clone(folder: Path) -> dict[str, str]:
+    """A checkout of what is committed here, and an environment in which `python` is this one."""
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+
+
+def shell(script: str, folder: Path, environment: dict[str, str]) -> str:
+    """What it says; its exit code is 0."""
+    command = ["bash", "-c", script]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, f"{script}\n{said}"
+    return said
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("page", "section"),
+    [("README.md", "## Your own data, reward and configuration"), ("examples/README.md", "# Your")],
+)
+def test_the_first_steps_run_as_they_are_written(tmp_path: Path, page: str, section: str) -> None:
+    folder = tmp_path / "clone"
+    environment = clean_clone(folder)
+    text = (folder / page).read_text(encoding="utf-8")
+    text = text[text.index(section) :].partition("\n## ")[0]
+    commands = commands_in(text, page)
+    assert len(commands) >= 7
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-c", command.text],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{command.text}\n{done.stdout}\n{done.stderr}"
+    rows = (folder / "runs/letters/metrics.jsonl").read_text().splitlines()
+    scores = {row["step"]: row.get("critic/score/mean") for row in map(json.loads, rows)}
+    assert max(scores) == 18 and scores[18] > 0.05 > scores[1]
+    assert (folder / "runs/letters/report.html").stat().st_size > 10_000
+
+
+@pytest.mark.full
+def test_the_table_of_memory_is_what_check_predicts() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "\n".join(memory_table.table()) in readme, "run: python -m tests.memory_table"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_a_clean_clone_installs_and_trains_on_each_python(tmp_path: Path, version: str) -> None:
+    """Without extras, in a new environment; what pip is told (an index, links) is the caller's."""
+    pyenv = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python"))
+    python = shutil.which(f"python{version}") or next(map(str, pyenv), None)
+    if (
+        python is None
+        or subprocess.run([python, "-m", "venv", "-h"], capture_output=True).returncode
+    ):
+        pytest.skip(f"no Python {version} with venv on this machine")
+    folder = tmp_path / "clone"
+    environment = clean_clone(folder) | {"VENV": str(tmp_path / "venv"), "PYTHON": python}
+    del environment["PYTHONPATH"]
+    script = """set -eu
+. launch/environment.sh
+VENV_BIN=$VENV/bin VENV_PYTHON=$VENV/bin/python
+make_venv
+has_gpu || install_cpu_torch
+"$VENV_PYTHON" -m pip install -qq --no-compile -e .
+"$VENV_PYTHON" train_ppo.py --config ppo_tiny.yaml trainer.total_training_steps=1
+"""
+    assert "done after step 1" in shell(script, folder, environment)

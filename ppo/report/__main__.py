@@ -3,6 +3,7 @@
     python -m ppo.report runs/ppo/first --out report.html
     python -m ppo.report runs/ppo/first runs/ppo/second --out both.html    # side by side
     python -m ppo.report runs/ppo/first --watch                            # in a terminal
+    python -m ppo.report runs/ppo/first --summary                          # how it has ended
 
 The file needs no network, no server and no other file: copy it with scp, open it in a browser.
 Everything is read from the run folder (metrics.jsonl, histograms.jsonl, samples/, config.yaml).
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from ppo.report.page import build_page
 from ppo.report.record import NoRun, load_records
+from ppo.report.summary import summary
 from ppo.report.watch import dashboard, watch
 
 logger = logging.getLogger("ppo.report")
@@ -30,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.watch:
             return _watch(options)
+        if options.summary:
+            print("\n\n".join(summary(run) for run in options.runs))
+            return 0
         started = time.monotonic()
         page = build_page(load_records(options.runs))
         _write(options.out, page)
@@ -77,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the HTML file")
     parser.add_argument("--watch", action="store_true", help="text, anew every few seconds")
+    parser.add_argument("--summary", action="store_true", help="text: outcome and validations")
     parser.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds; of --watch")
     return parser
 

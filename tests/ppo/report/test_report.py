@@ -202,6 +202,28 @@ def test_the_dashboard_is_one_screen_of_text(runs) -> None:
     assert all(len(line) <= 40 for line in dashboard(runs[0], width=40, height=10).splitlines())
 
 
+def test_the_summary_draws_validations_as_bars(tmp_path, capsys) -> None:
+    rows = [
+        {"step": 0, "val-core/sums/reward/mean@1": 0.2},
+        {"step": 1, "critic/score/mean": 0.1},
+        {"step": 2, "critic/score/mean": 0.4, "val-core/sums/reward/mean@1": 0.8},
+        {"step": 3, "critic/score/mean": 0.3, "val-core/sums/reward/mean@1": None},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "status.json").write_text('{"state": "failed", "reason": "no\\u001b[31m memory"}')
+    assert main([str(tmp_path), "--summary"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"run {tmp_path}: failed after step 3: no·[31m memory",
+        "",
+        "validation, sums/reward/mean@1",
+        "  step      0     0.200  " + "█" * 10,
+        "  step      2     0.800  " + "█" * 40,
+        "  step      3       nan",
+        "",
+        "sampled reward      ▁█▆  0.1 to 0.3",
+    ]
+
+
 def test_a_sparkline_by_hand() -> None:
     assert sparkline([0, 7, math.nan, 3.5, 1]) == "▁█ ▅▂"
     assert sparkline([2, 2]) == "▁▁" and sparkline([math.nan]) == " "
