@@ -27,6 +27,7 @@ MARGINS = {
     "tiny/reinforce_plus_plus": 0.2,
     "tiny/remax": 0.05,
     "tiny/opd": 0.1,
+    "tiny/guess": 0.2,
     "ppo_tiny": 0.015,
     "dapo_tiny": 0.1,
 }
@@ -90,6 +91,7 @@ def test_presets_run_and_some_learn_within_a_few_steps(tmp_path):
         "gspo": few,
         **dict.fromkeys(("grpo", "rloo", "reinforce_plus_plus", "remax"), one),
         "reward_model": (*one, "reward.model.path=tiny"),
+        "guess": (*QUICK, "trainer.total_training_steps=10"),
         "opd": (*QUICK, *TWELVE, f"ref.model.path={teacher}"),
     }
     assert set(overrides) == {path.stem for path in TINY.glob("*.yaml")}
@@ -97,6 +99,9 @@ def test_presets_run_and_some_learn_within_a_few_steps(tmp_path):
     run_distributed(train_jobs, 1, jobs)
     rows = {name: rows_of(tmp_path / name) for name in overrides}
     assert gain(rows["cispo"]) > 0.15 and gain(rows["gspo"]) > 0.15
+    assert gain(rows["guess"]) > 0.1
+    turns = [row["episodes/turns"] for row in rows["guess"]]
+    assert fmean(turns[-3:]) < fmean(turns[:3]) - 0.8  # of 8
     falling = quarters(rows["opd"])
     assert falling == sorted(falling, reverse=True) and falling[-1] < falling[0] / 2
     assert gain(rows["opd"]) > 0.05  # which nothing but the teacher knows of

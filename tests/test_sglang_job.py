@@ -1,6 +1,7 @@
 """Training with the real SGLang under torchrun, as a user starts it: two jobs at the same moment.
 
-One ends by SIGTERM, the other by the death of an engine process. Nothing is exported for SGLang.
+One of them has episodes of several turns. One ends by SIGTERM, the other by the death of an engine
+process. Nothing is exported for SGLang.
 """
 
 import json
@@ -27,6 +28,12 @@ ENDLESS = (
     *("trainer.total_epochs=1000", "trainer.total_training_steps=10000"),
     *("trainer.test_freq=0", "trainer.save_freq=0", "trainer.val_before_train=false"),
 )
+
+EPISODES = (
+    f"rollout.episode.path={ROOT / 'tests' / 'an_episode.py'}",
+    *("data.max_prompt_length=48", "data.max_response_length=80", "reward.max_failed_fraction=1"),
+)
+"""with tools that answer between the turns"""
 
 
 class Job:
@@ -93,13 +100,14 @@ def _runs(pid: int) -> bool:
 
 def test_two_jobs_started_together_train_agree_and_end_in_good_order(tmp_path: Path):
     single = Job(tmp_path / "single")
-    double = Job(tmp_path / "double", "rollout.tensor_model_parallel_size=2")
+    double = Job(tmp_path / "double", "rollout.tensor_model_parallel_size=2", *EPISODES)
     try:
         for job in (single, double):
             for row in job.train(STEPS):
                 assert 0 < row["training/rollout_probs_diff_max"] < 1e-4
                 assert row["reshard/received_mib"] == row["reshard/lower_bound_mib"] > 0
                 assert row["rollout/tokens_per_s"] > 0
+                assert job is single or 1 < row["episodes/turns"] <= 4
 
         single.process.send_signal(signal.SIGTERM)  # reaches the trainer, not the engine
         single.process.wait(FAULT_S)

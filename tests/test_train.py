@@ -62,12 +62,15 @@ def train_here(
         seen[-1]["batches"].append(whole)
         advantages = whole.advantages[whole.response_mask].double()
         seen[-1]["whitened"].append((advantages.mean().item(), advantages.std().item()))
+        if batch.old_logprobs is not None:
+            difference = (batch.old_logprobs - batch.rollout_logprobs)[batch.response_mask]
+            seen[-1]["mismatch"].append(difference.abs().max().item() if len(difference) else 0.0)
         update(actor, batch, *rest)
 
     train_ppo.update_actor = spy
     try:
         for folder, overrides in jobs:
-            seen.append({"tokens": [], "whitened": [], "batches": []})
+            seen.append({"tokens": [], "whitened": [], "batches": [], "mismatch": []})
             config = load_config(preset, [*BASE, f"trainer.default_local_dir={folder}", *overrides])
             mesh = build_mesh(config.dims(world_size, world_size), device)
             with Run(config, mesh, command=["test"]) as run:
@@ -355,6 +358,16 @@ ELSEWHERE = {
             "filter_groups/dropped_failed",
         ),
         "with algorithm.filter_groups",
+    ),
+    **dict.fromkeys(
+        (
+            *("episodes/turns", "episodes/tool_calls", "episodes/observation_tokens"),
+            *("episodes/branches", "episodes/tool_timeout", "episodes/tool_error"),
+            *("episodes/parse_error", "episodes/env_error", "episodes/finish/done"),
+            *("episodes/finish/max_turns", "episodes/finish/length", "episodes/finish/timeout"),
+            "episodes/finish/error",
+        ),
+        "with rollout.episode",
     ),
     "reward/overlong_penalty": "with reward.manager dapo",
     "reward/overlong": "with reward.manager dapo",

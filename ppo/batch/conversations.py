@@ -36,8 +36,9 @@ class Conversation(NamedTuple):
     counts: Mapping[str, int] = {}  # turns, calls of tools, ...
     messages: Sequence[Any] = ()  # for people
     tape: Sequence[Any] = ()  # from which the episode can be repeated
+    key: str = ""  # that names it among those of the run
 
     @property
-    def num_learned(self) -> int:
-        """Tokens that are learned from, in all rows."""
-        return sum(int(segment.learned.sum()) for segment in self.segments)
+    def turn_rewards(self) -> float:
+        """Of all turns together, beside the score."""
+        return float(sum(segment.rewards.sum() for segment in self.segments))

@@ -3,12 +3,12 @@
 Owns looking, not running: the file is parsed, never imported.
 """
 
-import ast
 from collections.abc import Iterator
 from pathlib import Path
 
 from ppo.config import Config, EpisodeConfig, Problem
-from ppo.plugin import PluginError, parse_plugin
+from ppo.episodes.contract import EpisodeError, EpisodeProgram
+from ppo.episodes.program import check_program
 
 
 def episode_problems(config: Config) -> Iterator[Problem]:
@@ -30,6 +30,15 @@ def episode_problems(config: Config) -> Iterator[Problem]:
             "compares with greedy responses, which rollout.episode does not sample",
             "use rloo",
         )
+    longest = config.data.max_response_length
+    for name, val in config.data.val_sets.items():
+        if val.max_response_length not in (None, longest):
+            yield Problem(
+                f"data.val_sets.{name}.max_response_length",
+                val.max_response_length,
+                f"must be data.max_response_length ({longest}) with rollout.episode",
+                "leave it out",
+            )
     if episode.tool_timeout_s > episode.timeout_s:
         yield Problem(
             "rollout.episode.tool_timeout_s",
@@ -43,21 +52,6 @@ def episode_file_problems(episode: EpisodeConfig) -> Iterator[Problem]:
     if episode.path is None or not Path(episode.path).is_file():
         return
     try:
-        found = parse_plugin(episode.path, episode.name)
-    except PluginError as error:
-        yield Problem("rollout.episode", None, str(error))
-        return
-    for text in _wrong(found):
-        yield Problem("rollout.episode.name", episode.name, text)
-
-
-def _wrong(found: ast.stmt | None) -> Iterator[str]:
-    """What is wrong with the definition of an episode; none where it is imported or made there."""
-    if isinstance(found, ast.FunctionDef):
-        yield "must be an async function (async def), or a class"
-    if isinstance(found, ast.AsyncFunctionDef):
-        arguments = found.args
-        positional = len(arguments.posonlyargs) + len(arguments.args)
-        required = positional - len(arguments.defaults)
-        if required > 2 or (positional < 2 and arguments.vararg is None):
-            yield "must take two arguments: the row and the policy"
+        check_program(EpisodeProgram(episode.path, episode.name))
+    except EpisodeError as error:
+        yield Problem("", None, str(error))

@@ -36,8 +36,8 @@ def missing_files(config: Config) -> list[Problem]:
         plugins.append(("rollout.episode.path", config.rollout.episode.path))
     found += [Problem(key, path, "no such file") for key, path in plugins if not _is_file(path)]
     replay = config.rollout.episode.replay
-    if replay is not None and not (Path(replay) / "samples").is_dir():
-        rule = "no folder of a run with samples/ there"
+    if replay is not None and not (_is_file(replay) or (Path(replay) / "samples").is_dir()):
+        rule = "neither a folder of a run with samples/ nor a file of samples"
         found.append(Problem("rollout.episode.replay", replay, rule))
     resume = config.trainer.resume_path
     if resume is not None and not _holds_checkpoint(Path(resume)):
@@ -76,7 +76,7 @@ def wrong_contents(config: Config) -> list[Problem]:
         files = [f for f in named if f == "tiny" or _found(f) is None]
         try:
             if files:
-                check_data_files(files, config.data, need_data_source=config.uses_builtin)
+                check_data_files(files, config.data, need_data_source=config.needs_data_source)
         except DataError as error:
             found.append(Problem(key, None, str(error)))
     custom = config.data.custom_cls

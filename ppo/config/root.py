@@ -89,6 +89,12 @@ class Config(Section):
         """Whether built-in scorers are picked by data_source."""
         return self.uses_function and self.reward.function.path is None
 
+    @property
+    def needs_data_source(self) -> bool:
+        """Whether each row has to say which built-in scorer is its own: not where episodes may
+        score themselves."""
+        return self.uses_builtin and not self.rollout.has_episodes
+
     def watched_rules(self) -> list[Rule]:
         """Rules about metrics: of guards, of alarms, and the end of a run in which trainer and
         engine, both in float32, do not compute the same. Raises ValueError."""

@@ -141,7 +141,7 @@ def _prepared(
         parsed = []
         for row in chunk:
             try:
-                sample = parse_row(row, data, need_data_source=config.uses_builtin)
+                sample = parse_row(row, data, need_data_source=config.needs_data_source)
                 parsed.append((row, sample))
             except DataError as error:
                 survey.wrong.append(str(error))

@@ -71,7 +71,10 @@ def sample_html(shown: Shown, room: Room) -> str:
     if row.get("data_source"):
         facts.append(str(row["data_source"]))
     parts.append(f"<h4>{' · '.join(_escaped(fact) for fact in facts)}</h4>")
-    parts.append(_block("prompt", prompt_text(row.get("prompt")), room.letters))
+    if isinstance(row.get("messages"), list):  # of an episode: all turns
+        parts.append(_block("conversation", prompt_text(row["messages"]), 2 * room.letters))
+    else:
+        parts.append(_block("prompt", prompt_text(row.get("prompt")), room.letters))
     tokens = row.get("tokens")
     shaded = tokens_html(tokens, room.tokens) if isinstance(tokens, dict) else ""
     response = str(row.get("response", ""))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,8 @@ from ppo.engines.contract import Completion, Engine, SamplingParams, stop_token_
 from ppo.metrics import Metrics
 from ppo.models.folder import model_folder, read_generation_config
 from ppo.models.learner import Model
-from ppo.rollout.generate import generate
+from ppo.rollout.episodes import Episodes, open_episodes, sample_episodes
+from ppo.rollout.generate import ScoresToCome, generate
 from ppo.run.run import Run, StopRequested
 
 if TYPE_CHECKING:
@@ -32,18 +33,6 @@ logger = logging.getLogger(__name__)
 
 STEPS_OF_A_ROUND = 2**20
 """iterations whose noise a round leaves room for: a sampler tells 2**32 apart"""
-
-
-class ScoresToCome(Protocol):
-    """Scores of samples that are being made."""
-
-    def add(self, texts: Mapping[int, str]) -> None:
-        """Responses of this rank's engine that have ended, by number."""
-        ...
-
-    def exchange(self) -> None:
-        """Bring them to who scores them. Collective."""
-        ...
 
 
 BeginScores = Callable[[Sequence[Prompt], int], ScoresToCome | None]
@@ -60,6 +49,8 @@ class Collector:
     engine: Engine
     tokenizer: "PreTrainedTokenizerBase"
     stop_token_ids: tuple[int, ...]
+    episodes: Episodes | None = None
+    """the user's, where a sample is one"""
 
     @contextmanager
     def awake(self, metrics: Metrics) -> Iterator[None]:
@@ -150,6 +141,15 @@ class Collector:
 
         begin: what it returns, if anything, is told each response when it has ended.
         """
+        if self.episodes is not None:
+            return sample_episodes(
+                *(self.episodes, self.engine, prompts, params),
+                n=n,
+                run=self.run,
+                metrics=metrics,
+                rollout=self.config.rollout,
+                scores=begin(prompts, n),
+            )
         texts = _Texts(self.tokenizer, begin(prompts, n))
         numbers, completions = generate(
             self.engine, prompts, params, n=n, run=self.run, metrics=metrics, listener=texts
@@ -201,7 +201,7 @@ def open_collector(
     engine = build_engine(
         config, run.mesh, actor.module, prompts.tokenizer, model_path=folder, run_dir=run.dir
     )
-    with closing(engine):
+    with closing(engine), open_episodes(config, run, prompts.tokenizer, stops) as episodes:
         yield Collector(
             config=config,
             run=run,
@@ -209,6 +209,7 @@ def open_collector(
             engine=engine,
             tokenizer=prompts.tokenizer,
             stop_token_ids=stops,
+            episodes=episodes,
         )
 
 

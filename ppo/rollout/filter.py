@@ -204,9 +204,13 @@ class GroupPool:
         if samples.failed[index]:
             return None
         if self._keys.is_of_score:
-            return samples.scores[index].item()
-        is_plain = not any(key.startswith("extra/") for key in components)
-        return components.get("function" if name == "acc" and is_plain else f"extra/{name}")
+            score = samples.scores[index].item()
+            if samples.conversations is not None:
+                score += samples.conversations[index].turn_rewards
+            return score
+        if name == "acc" and not any(key.startswith("extra/") for key in components):
+            return components.get("function", components.get("episode"))
+        return components.get(f"extra/{name}")
 
     def _refuse(self, samples: Samples) -> None:
         """Say that no sample has the metric, on every rank. Collective."""

@@ -27,6 +27,18 @@ UIDS_PER_PROMPT = 2**20
 _MAX_IMBALANCE = 1.1
 
 
+class ScoresToCome(Protocol):
+    """Scores of samples that are being made."""
+
+    def add(self, texts: Mapping[int, str]) -> None:
+        """Responses of this rank's engine that have ended, by number."""
+        ...
+
+    def exchange(self) -> None:
+        """Bring them to who scores them. Collective."""
+        ...
+
+
 class Listener(Protocol):
     """Hears of samples while others are generated."""
 
@@ -101,18 +113,18 @@ def spread(lengths: Sequence[float], *, n: int, replicas: int) -> list[list[int]
 class Queues:
     """Requests that wait for an engine, one queue for each; every rank holds the same.
 
-    An engine whose queue is empty takes from the end of the longest one.
+    An engine whose queue is empty takes from the end of the longest one, if it `steals`.
     """
 
-    def __init__(self, shares: Sequence[Sequence[int]]) -> None:
-        self._waiting = [deque(share) for share in shares]
+    def __init__(self, shares: Sequence[Sequence[int]], *, steals: bool = True) -> None:
+        self._waiting, self._steals = [deque(share) for share in shares], steals
 
     def hand_out(self, rooms: Sequence[int]) -> list[list[int]]:
         """Requests for each engine, which has room for so many more."""
         given: list[list[int]] = []
         for queue, room in zip(self._waiting, rooms, strict=True):
             given.append([queue.popleft() for _ in range(min(room, len(queue)))])
-        for taken, room in zip(given, rooms, strict=True):
+        for taken, room in zip(given, rooms, strict=True) if self._steals else ():
             while len(taken) < room and (longest := max(self._waiting, key=len)):
                 taken.append(longest.pop())
         return given

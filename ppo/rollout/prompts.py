@@ -155,7 +155,7 @@ def _load(
         tokenizer,
         data,
         split=split,
-        need_data_source=config.uses_builtin,
+        need_data_source=config.needs_data_source,
         vocabulary=vocabulary,
     )
     return _read_once(run, steps, key)

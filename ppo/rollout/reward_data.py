@@ -4,9 +4,10 @@ Owns the comparison of data and rewards, which do not know each other. Must not 
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ppo.config import Config
 from ppo.data.dataset import Prompt, facts_of
 from ppo.data.prompts import PromptSets
 from ppo.rewards.contract import RewardError, RewardRequest
@@ -26,14 +27,41 @@ def reward_request(prompt: Prompt, text: str = "") -> RewardRequest:
     )
 
 
-def check_truths(prompts: PromptSets, kwargs: Mapping[str, Any]) -> None:
+def checked_requests(
+    config: Config, columns: frozenset[str], prompts: PromptSets
+) -> list[RewardRequest]:
+    """An empty response to the first prompt of each data source, when rows have been looked at.
+
+    columns: that the functions cannot be called without. Raises RewardError.
+    """
+    check_columns(columns, prompts)
+    requests = first_requests(prompts)
+    if not config.uses_builtin:
+        warn_of_null_truths(prompts)
+        return requests
+    concerns = None
+    if not config.needs_data_source:  # the others' episodes score themselves
+        concerns = builtin.has_scorer
+        requests = [request for request in requests if concerns(request.data_source)]
+    check_truths(prompts, config.reward.function.kwargs, concerns)
+    return requests
+
+
+def check_truths(
+    prompts: PromptSets,
+    kwargs: Mapping[str, Any],
+    concerns: Callable[[str], bool] | None = None,
+) -> None:
     """Each built-in scorer can compare with the ground truths of its rows. Raises RewardError.
 
     Args:
         kwargs: what the scorers are called with besides, reward.function.kwargs.
+        concerns: whether a data source is looked at; None = all are.
     """
     first, count = None, 0
     for prompt in prompts.all():
+        if concerns is not None and not concerns(prompt.data_source):
+            continue
         try:
             builtin.check(prompt.data_source, prompt.ground_truth, prompt.extra_info, **kwargs)
         except RewardError as error:

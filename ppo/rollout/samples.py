@@ -63,6 +63,18 @@ def _row(samples: Samples, index: int, length: int, reason: str) -> dict[str, An
         "response_length": length,
         "uid": prompt.uid,
         "where": prompt.where,
+    } | _of_episode(samples, index)
+
+
+def _of_episode(samples: Samples, index: int) -> dict[str, Any]:
+    """Of a sample that is an episode: what was said, and the tape that rollout.episode.replay
+    reads."""
+    if samples.conversations is None:
+        return {}
+    one = samples.conversations[index]
+    return {
+        "messages": one.messages,
+        "episode": {"key": one.key, "counts": one.counts, "tape": one.tape},
     }
 
 

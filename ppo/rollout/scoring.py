@@ -7,7 +7,7 @@ are scored on their node.
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,14 +28,7 @@ from ppo.rewards.pool import RewardPool
 from ppo.rewards.scorers import builtin
 from ppo.rollout.node_scores import NodeScores
 from ppo.rollout.overlong import penalise_overlong
-from ppo.rollout.reward_data import (
-    check_columns,
-    check_truths,
-    describe,
-    describe_row,
-    first_requests,
-    warn_of_null_truths,
-)
+from ppo.rollout.reward_data import checked_requests, describe, describe_row
 from ppo.rollout.reward_model import RewardModel, build_reward_model, conversation_ids
 from ppo.run.run import Run
 from sharding.agree import gather
@@ -79,14 +72,20 @@ class Scorer:
         what is known.
         """
         failures, given_up = dict[int, RewardResult](), None
-        samples.are_scored = self.config.uses_function or self.reward_model is not None
+        scores_itself = self.config.rollout.has_episodes
+        samples.are_scored = (
+            self.config.uses_function or self.reward_model is not None or scores_itself
+        )
+        own = own_results(samples)
         if self.config.uses_function:
             results, given_up = self._function_results(samples)
-            failures |= self._add_function_scores(samples, results, metrics)
+            others = {i: result for i, result in enumerate(results) if i not in own}
+            failures |= self._add_function_scores(samples, others, metrics)
         if self.reward_model is not None and given_up is None:
             with metrics.timed("reward_model"):
                 scores = self.reward_model.score(samples, self.run)
-            failures |= self._add_model_scores(samples, scores, metrics)
+            failures |= self._add_model_scores(samples, scores, metrics, own)
+        failures |= self._add_own_scores(samples, own, metrics)
         if training and self.config.reward.manager == "dapo":
             penalise_overlong(samples, self.config, metrics)
         if samples.greedy is not None and given_up is None:
@@ -116,13 +115,13 @@ class Scorer:
         _marked(samples, dict.fromkeys(range(len(samples)), NOT_SCORED))
 
     def _add_function_scores(
-        self, samples: Samples, results: Sequence[RewardResult], metrics: Metrics
+        self, samples: Samples, results: Mapping[int, RewardResult], metrics: Metrics
     ) -> dict[int, RewardResult]:
         """Add the function's scores to the samples, and return those that failed, by index."""
         weight = self.config.reward.weights.function
         weight = 1.0 if weight is None else weight
         failures = {}
-        for index, result in enumerate(results):
+        for index, result in results.items():
             samples.answers[index] = result.answer
             if result.score is not None:
                 samples.scores[index] += weight * result.score
@@ -136,15 +135,35 @@ class Scorer:
                 metrics.add(f"reward/extra/{name}", value, 1)
         return _marked(samples, failures)
 
-    def _add_model_scores(
-        self, samples: Samples, scores: Tensor, metrics: Metrics
+    def _add_own_scores(
+        self, samples: Samples, own: Mapping[int, RewardResult], metrics: Metrics
     ) -> dict[int, RewardResult]:
-        """Add the reward model's scores [b], and return those that are not finite, by index."""
+        """Take the scores of episodes as they are, and return those that failed, by index."""
+        for index, result in own.items():
+            if result.score is not None:
+                samples.scores[index] = result.score
+                samples.components[index]["episode"] = result.score
+            for name, value in result.extra.items():
+                samples.components[index][f"extra/{name}"] = value
+                metrics.add(f"reward/extra/{name}", value, 1)
+        return _marked(samples, {i: result for i, result in own.items() if result.failed})
+
+    def _add_model_scores(
+        self, samples: Samples, scores: Tensor, metrics: Metrics, own: Collection[int]
+    ) -> dict[int, RewardResult]:
+        """Add the reward model's scores [b], and return those that are not finite, by index.
+
+        own: samples that it does not score.
+        """
+        scores[list(own)] = 0.0
         finite = scores.isfinite()
         samples.scores += self.config.reward.weights.model * scores
-        metrics.add("reward/model_score", scores[finite].sum().item(), int(finite.sum()))
+        number = int(finite.sum()) - len(own)
+        metrics.add("reward/model_score", scores[finite].sum().item(), number)
         failures = {}
         for index, score in enumerate(scores.tolist()):
+            if index in own:
+                continue
             samples.components[index]["model"] = score
             if not finite[index] and not samples.failed[index]:
                 text = f"the reward model's score is {score}"
@@ -252,6 +271,16 @@ class Scorer:
         )
 
 
+def own_results(samples: Samples) -> dict[int, RewardResult]:
+    """Of episodes that have scored themselves, or have failed, by index: nothing else scores
+    them."""
+    return {
+        index: RewardResult(one.score, one.failed, one.reason, one.extra)
+        for index, one in enumerate(samples.conversations or ())
+        if one.score is not None or one.failed is not None
+    }
+
+
 def _marked(samples: Samples, failures: dict[int, RewardResult]) -> dict[int, RewardResult]:
     """Note which samples have failed, and why; the failures."""
     for index, result in failures.items():
@@ -273,12 +302,7 @@ def open_rewards(config: Config, run: Run, prompts: PromptSets) -> Iterator[Rewa
             try:
                 pool = RewardPool(config.reward, log_path=run.dir / "logs" / "rewards.log")
                 owned.enter_context(pool)
-                check_columns(pool.columns, prompts)
-                if config.uses_builtin:
-                    check_truths(prompts, config.reward.function.kwargs)
-                else:
-                    warn_of_null_truths(prompts)
-                for warning in pool.probe(first_requests(prompts)):
+                for warning in pool.probe(checked_requests(config, pool.columns, prompts)):
                     logger.warning("%s", warning)
             except RewardError as problem:
                 error = problem

@@ -83,7 +83,8 @@ class EpisodeConfig(Section):
     tool_format: ToolFormat = "auto"
     """how the model writes calls of tools; auto = by its chat template"""
     replay: MayChange[FilePath | None] = None
-    """folder of a run whose logged episodes are repeated, without running a tool"""
+    """folder of a run, or samples of rollout.py (.jsonl): logged episodes are repeated by their
+    tapes, without running their code; others run"""
 
 
 @dataclass(frozen=True, kw_only=True)

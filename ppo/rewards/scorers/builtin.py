@@ -47,9 +47,18 @@ def scorer_of(data_source: str) -> str:
     )
 
 
+def has_scorer(data_source: str) -> bool:
+    """Whether a built-in scorer serves the data source."""
+    try:
+        scorer_of(data_source)
+    except RewardError:
+        return False
+    return True
+
+
 def advice(data_source: str) -> str:
     """What to say of the scorer where it gives every response the same score."""
-    if scorer_of(data_source) != "exact_match":
+    if not has_scorer(data_source) or scorer_of(data_source) != "exact_match":
         return ""
     return (
         " (exact_match compares the whole response; with extra_info.method = last_number, which "

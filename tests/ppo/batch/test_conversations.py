@@ -3,16 +3,19 @@
 import json
 import statistics
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from ppo.batch.packing import make_micro_batch
 from ppo.batch.samples import RolloutBatch, joined, mini_batches, of_prompts
-from ppo.config import AlgorithmConfig
+from ppo.config import AlgorithmConfig, load_config
+from ppo.data.sampler import PromptSampler
 from ppo.estimators import estimate
 from ppo.kl import token_rewards
+from ppo.rollout.filter import GroupPool
 from ppo.rollout.surplus import decoded, encoded
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from tests.ppo.conversations import batch_of, make_episodes, segment
@@ -24,6 +27,8 @@ THREE_TURNS = segment(
         *[(13, True, 0.25), (92, False, 0.0), (14, True, 0.0), (15, True, 0.125)],
     ]
 )
+REQUIRED = ["model.path=tiny", "data.train_files=tiny"]
+GRPO = ["algorithm.adv_estimator=grpo", "rollout.n=2"]
 LEARNED = [True, True, False, False, True, False, True, True]
 
 
@@ -144,6 +149,15 @@ def test_an_episode_without_a_token_of_the_policy_is_compared_with_nothing(mesh)
     assert batch.all.alone.tolist() == [False, True, False, False, False]
     found = advantages(batch, "grpo", norm_adv_by_std_in_grpo=False)
     assert found[:, 0].tolist() == pytest.approx([0, 0, -1.5, 1.5, 0])
+
+
+def test_groups_that_differ_in_rewards_of_turns_are_no_flat_ones(mesh):
+    some, better = segment([(51, True, 0.0)]), segment([(51, True, 0.25)])
+    samples = make_episodes([[some], [better], [better], [better]], [1.0] * 4, n=2)
+    config = load_config(None, [*REQUIRED, "algorithm.filter_groups.enable=true", *GRPO])
+    pool = GroupPool(config, mesh, cast("PromptSampler", SimpleNamespace(wants_notes=False)))
+    pool.add(samples)
+    assert [len(part.prompts) for part in pool._waiting] == [1]
 
 
 def test_a_crash_costs_its_episode_alone(mesh):

@@ -20,14 +20,13 @@ def problems(path: Path, *overrides: str) -> list[str]:
     [
         ("async def episode(row, policy): ...", None),
         ("async def episode(row, policy, *, seed=0): ...", None),
-        ("async def episode(*both): ...", None),
-        ("class episode: ...", None),
+        ("class episode:\n    def reset(self, **row): ...", None),
         ("from elsewhere import episode", None),
         ("raise SystemExit", "defines no 'episode'"),
         ("async def episode(", "is not valid Python"),
-        ("def episode(row, policy): ...", "must be an async function (async def), or a class"),
-        ("async def episode(row): ...", "must take two arguments: the row and the policy"),
-        ("async def episode(a, b, c): ...", "must take two arguments"),
+        ("def episode(row, policy): ...", "must be `async def episode(row, policy)`"),
+        ("async def episode(row): ...", "must take (row, policy)"),
+        ("class episode: ...", "has no method reset"),
     ],
 )
 def test_a_file_that_holds_no_episode_is_a_problem(tmp_path, content, words):
