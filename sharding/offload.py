@@ -10,7 +10,7 @@ A tensor keeps its host memory while it is on the device: what was not changed t
 without a copy, and a checkpoint that is being written may read it until the next update (`lend`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sharding.adapters import adapters_of
 from sharding.fsdp import reshard
 from sharding.host_memory import HostBlocks
 
@@ -120,13 +121,17 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def offload_module(module: nn.Module, *, changed: bool = True) -> None:
     """Parameters and gradients of an FSDP2 (or plain) module to the host.
 
-    Gathered FSDP2 units are freed first: only this rank's shards move.
+    Gathered FSDP2 units are freed first: only this rank's shards move. The frozen base under
+    adapters is copied once.
 
     changed: false = nothing has written to parameters since `reload_module`, so that the host has
     their values already.
     """
     reshard(module)
-    _park(module, _module_tensors(module), changed=changed)
+    adapters = adapters_of(module)
+    base = adapters.base if adapters is not None else frozenset[str]()
+    _park(module, _module_tensors(module, lambda name: name in base), changed=False)
+    _park(module, _module_tensors(module, lambda name: name not in base), changed=changed)
 
 
 def reload_module(module: nn.Module, device: torch.device) -> None:
@@ -208,11 +213,14 @@ def _is_on_device(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _module_tensors(module: nn.Module) -> Iterator[Tensor]:
-    for parameter in module.parameters():
-        yield _local(parameter)
-        if parameter.grad is not None:
-            yield _local(parameter.grad)
+def _module_tensors(
+    module: nn.Module, which: Callable[[str], bool] = lambda name: True
+) -> Iterator[Tensor]:
+    for name, parameter in module.named_parameters():
+        if which(name):
+            yield _local(parameter)
+            if parameter.grad is not None:
+                yield _local(parameter.grad)
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 python -m sharding.checkpoint export runs/ppo/first models/mine            # the newest
 python -m sharding.checkpoint export runs/ppo/first/checkpoints/step_00000100 models/step100
 python -m sharding.checkpoint export runs/ppo/first models/value --model critic --dtype float32
+python -m sharding.checkpoint export runs/ppo/lora models/adapter --adapter
 """
 
 import argparse
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments.out,
             model=arguments.model,
             dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+            adapter=arguments.adapter,
+            base=arguments.base,
         )
     except (CheckpointError, OSError) as error:
         parser.exit(1, f"{error}\n")
@@ -42,6 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--model", default="actor", help="actor or critic (actor)")
     dtypes = ["float32", "bfloat16", "float16"]
     export.add_argument("--dtype", choices=dtypes, help="of the weights (as saved)")
+    export.add_argument("--adapter", action="store_true", help="adapters alone, as peft has them")
+    export.add_argument("--base", type=Path, help="folder of the model under adapters (as trained)")
     return parser
 
 

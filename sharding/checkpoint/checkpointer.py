@@ -5,6 +5,7 @@ what a checkpoint consists of in files.py, when one may be trusted in damage.py,
 folder.py, the names of tensors in tensors.py. Must not know a trainer.
 
     python -m sharding.checkpoint export CHECKPOINT_OR_RUN OUT [--model actor] [--dtype bfloat16]
+                                         [--adapter] [--base FOLDER]
 """
 
 import json
@@ -23,6 +24,8 @@ from torch.optim import Optimizer
 from sharding.agree import gather, together
 from sharding.checkpoint import folder as folders
 from sharding.checkpoint import tensors as tensors
+from sharding.checkpoint.adapters import FILE as ADAPTERS
+from sharding.checkpoint.adapters import document_of
 from sharding.checkpoint.damage import find_damage, read_train_state
 from sharding.checkpoint.files import CheckpointError, DamagedCheckpoint
 from sharding.checkpoint.reader import read_checkpoint
@@ -349,8 +352,11 @@ def _render(assets: Sequence[Any]) -> dict[str, bytes]:
 
 
 def _model_configs(models: Mapping[str, nn.Module]) -> dict[str, bytes]:
-    return {
-        f"models/{name}/config.json": module.config.to_json_string().encode()  # pyright: ignore
-        for name, module in models.items()
-        if hasattr(module, "config")
-    }
+    found = {}
+    for name, module in models.items():
+        if hasattr(module, "config"):
+            config: Any = module.config
+            found[f"models/{name}/config.json"] = config.to_json_string().encode()
+        if (document := document_of(module)) is not None:
+            found[f"models/{name}/{ADAPTERS}"] = document
+    return found

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from sharding.checkpoint.adapters import read_description, write_adapter, write_merged
 from sharding.checkpoint.damage import block_checksums
 from sharding.checkpoint.files import (
     MANIFEST,
@@ -39,18 +40,27 @@ FILE_BYTES = 4 << 30
 
 
 def export_hf(
-    checkpoint: Path, out: Path, *, model: str = "actor", dtype: torch.dtype | None = None
+    checkpoint: Path,
+    out: Path,
+    *,
+    model: str = "actor",
+    dtype: torch.dtype | None = None,
+    adapter: bool = False,
+    base: Path | None = None,
 ) -> Path:
     """Write a model of a checkpoint as safetensors, config and tokenizer; returns `out`.
 
     Needs host memory for a file of weights (FILE_BYTES), or a layer, in `dtype`, twice where names
-    are converted. A value model becomes a sequence classification model with one label.
+    are converted. A value model becomes a sequence classification model with one label. Adapters
+    are merged into their base, which is in host memory then.
 
     Args:
         checkpoint: a checkpoint, or a run's folder: its newest undamaged one.
         out: new folder; it appears when everything is written.
         model: name under which the model was saved.
-        dtype: None = as saved (float32 master weights).
+        dtype: None = as saved (float32 master weights); of a merged model as the base was held.
+        adapter: write adapters alone, in peft's format.
+        base: folder of the model under adapters; None = where it was in training.
 
     Raises:
         CheckpointError: no such checkpoint or model, or `out` exists and is not empty.
@@ -63,7 +73,7 @@ def export_hf(
         found = find_checkpoint(checkpoint, before_load=True, skip=damaged)
         shutil.rmtree(beside, ignore_errors=True)
         try:
-            write_hf(found, beside, model=model, dtype=dtype)
+            write_hf(found, beside, model=model, dtype=dtype, adapter=adapter, base=base)
             break
         except DamagedCheckpoint as damage:
             if found == checkpoint:
@@ -76,8 +86,31 @@ def export_hf(
     return out
 
 
-def write_hf(checkpoint: Path, out: Path, *, model: str, dtype: torch.dtype | None = None) -> None:
-    """`export_hf` from a folder that need not be complete yet, into a folder that is made."""
+def write_hf(
+    checkpoint: Path,
+    out: Path,
+    *,
+    model: str,
+    dtype: torch.dtype | None = None,
+    adapter: bool | None = False,
+    base: Path | None = None,
+) -> None:
+    """`export_hf` from a folder that need not be complete yet, into a folder that is made.
+
+    adapter: None = where it holds one.
+    """
+    description = read_description(checkpoint, model)
+    if adapter and description is None:
+        raise CheckpointError(f"{checkpoint}: holds the whole {model}, no adapter")
+    if description is not None:
+        source = _Source(checkpoint, model, None)
+        tensors, own = source.read([*source.dtypes]), checkpoint / "models" / model
+        if adapter is None or adapter:
+            write_adapter(tensors, description, out)
+        else:
+            options = {"config_folder": own, "base": base, "dtype": dtype}
+            write_merged(tensors, description, out, file_bytes=FILE_BYTES, **options)
+        return _write_assets(checkpoint, out)
     source = _Source(checkpoint, model, dtype)
     module = _empty_model(checkpoint / "models" / model, source.dtypes)
     ties = {name for names in tied_names(module) for name in names}
@@ -87,6 +120,10 @@ def write_hf(checkpoint: Path, out: Path, *, model: str, dtype: torch.dtype | No
     out.mkdir(parents=True)
     _write_configuration(module, out)
     _write_weights(module, source, out)
+    _write_assets(checkpoint, out)
+
+
+def _write_assets(checkpoint: Path, out: Path) -> None:
     if (checkpoint / "assets").is_dir():
         shutil.copytree(checkpoint / "assets", out, dirs_exist_ok=True)
 

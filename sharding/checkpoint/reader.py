@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from sharding.checkpoint import files as files
 from sharding.checkpoint import tensors as tensors
+from sharding.checkpoint.adapters import check_base
 from sharding.checkpoint.damage import block_checksums
 from sharding.checkpoint.files import CheckpointError
 from sharding.checkpoint.storage import SafeReader, read_tensors
@@ -46,6 +47,7 @@ def read_checkpoint(
             rng = tensors.rng_tensors(rank)
             rng = {name: t for name, t in rng.items() if name in metadata.state_dict_metadata}
         table = {**tensors.model_tensors(models), **rng}
+        check_base(path, models)
         tensors.check_names(table, metadata)
         tensors.check_groups(models, optimizers, train_state["optimizers"])
         table |= tensors.optimizer_targets(models, optimizers, metadata)

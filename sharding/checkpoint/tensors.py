@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sharding.adamw import NarrowAdamW
+from sharding.adapters import saved_names
 from sharding.checkpoint.files import CheckpointError
 from sharding.host_memory import HostBlocks
 from sharding.mesh import Mesh
@@ -25,14 +26,17 @@ _IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
 
 
 def model_tensors(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Parameters, tied ones once, and persistent buffers."""
+    """Parameters, tied ones once, and persistent buffers; of a model with adapters what is trained
+    alone."""
     table = {}
     for name, module in models.items():
+        saved = saved_names(module)
         parameters = dict(module.named_parameters())
         every = {key for key, _ in module.named_parameters(remove_duplicate=False)}
         buffers = {key: t for key, t in module.state_dict().items() if key not in every}
         for key, tensor in {**parameters, **buffers}.items():
-            table[f"model.{name}.{key}"] = tensor.detach()
+            if saved is None or key in saved:
+                table[f"model.{name}.{key}"] = tensor.detach()
     return table
 
 

@@ -156,7 +156,7 @@ class CheckpointWriter:
             (beside / name).parent.mkdir(parents=True, exist_ok=True)
             records[name] = files.write_durably(beside / name, content)
         for model in self.hf_models:
-            write_hf(beside, beside / f"hf_{model}", model=model)
+            write_hf(beside, beside / f"hf_{model}", model=model, adapter=None)
             records |= files.record_files(beside / f"hf_{model}", beside)
         files.sync_folder(beside / files.TENSORS)
         newest = folders.publish(

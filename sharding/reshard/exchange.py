@@ -17,7 +17,7 @@ from sharding.reshard.geometry import Topology
 from sharding.reshard.plan import MIB, Stage
 
 # torch 2.14 has a new name for it and warns at the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -33,10 +33,13 @@ class ReshardStats:
     received_bytes: int = 0
     internode_bytes: int = 0
     peak_extra_bytes: int = 0
+    adapter_bytes: int = 0
+    """received of adapters, which are merged into the shards before they are sent"""
 
     def metrics(self) -> dict[str, float]:
         """reshard/*, as every engine reports them."""
-        return {
+        adapters = {"reshard/adapters_mib": self.adapter_bytes / MIB} if self.adapter_bytes else {}
+        return adapters | {
             "reshard/received_mib": self.received_bytes / MIB,
             "reshard/lower_bound_mib": self.lower_bound_bytes / MIB,
             "reshard/internode_mib": self.internode_bytes / MIB,
@@ -61,7 +64,7 @@ class Link(NamedTuple):
         stats.received_bytes += sum(sizes)
         stats.internode_bytes += sum(s for s, away in zip(sizes, self.away, strict=True) if away)
         if stage.kind == "all_gather":
-            work = _all_gather(out, send, group=self.group, async_op=True)
+            work = all_gather_flat(out, send, group=self.group, async_op=True)
         else:
             work = dist.all_to_all_single(
                 out,

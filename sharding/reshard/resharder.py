@@ -94,7 +94,7 @@ class Resharder:
         dtype: torch.dtype,
         bucket_mib: float,
     ) -> None:
-        self._module, self._device, self._dtype = module, mesh.device, dtype
+        self._module, self._mesh, self._device, self._dtype = module, mesh, mesh.device, dtype
         topology = topology_of(mesh.dims.shard_rows()[mesh.replicate_rank], mesh.dims)
         self._shard = mesh.shard_index
         sources = [source_of(name, parameter) for name, parameter in named_shards(module)]
@@ -123,7 +123,8 @@ class Resharder:
         finished where another process reads) when it asks for the next one.
         """
         self.stats = self._new_stats()
-        shards = Shards(self._module, self._held)
+        shards = Shards(self._module, self._held, self._mesh)
+        self.stats.adapter_bytes = shards.merged.received_bytes
         slots = [
             torch.empty(self._capacity, dtype=self._dtype, device=self._device)
             for _ in range(min(2, len(self._buckets)))
@@ -185,7 +186,8 @@ class Resharder:
     ) -> None:
         staged = shards.pack(out, pieces, relayed)
         buffers = min(2, len(self._buckets)) * self._capacity * self._dtype.itemsize
-        self.stats.peak_extra_bytes = max(self.stats.peak_extra_bytes, buffers + staged)
+        extra = buffers + staged + shards.merged.held_bytes
+        self.stats.peak_extra_bytes = max(self.stats.peak_extra_bytes, extra)
 
     def _new_stats(self) -> ReshardStats:
         topology = self.plan.topology
