@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppo.config import Config, ConfigError, Problem, load_config
@@ -26,6 +25,7 @@ from ppo.files import replace_text
 from ppo.models.build import build_causal_lm
 from ppo.models.folder import model_folder
 from ppo.models.learner import Model
+from ppo.models.roles import build_options
 from ppo.rollout.collector import open_collector
 from ppo.rollout.figures import metrics_of, summarise
 from ppo.rollout.prompts import open_prompts
@@ -153,15 +153,14 @@ def figures_file(out: Path) -> Path:
 
 def _load_actor(config: Config, run: Run, checkpoint: Path | None, num_ids: int) -> Model:
     """The model of model.path, with the weights of a checkpoint of ours where one is given."""
+    is_ours = checkpoint is not None and not (checkpoint / "config.json").is_file()
+    role = config.models["actor"]
+    options = build_options(config, role if is_ours else role._replace(lora=None))
     module = build_causal_lm(
         model_folder(config.model.path, run.mesh, run.dir),
         run.mesh,
-        model_config=config.model,
-        fsdp_config=config.actor.fsdp,
-        checkpointing=False,
-        forward_only=True,
-        dtype=getattr(torch, config.model.dtype),
         num_ids=num_ids,
+        **options | {"checkpointing": False, "forward_only": True},
     )
     actor = Model(
         module=module,
@@ -169,7 +168,7 @@ def _load_actor(config: Config, run: Run, checkpoint: Path | None, num_ids: int)
         param_offload=config.actor.fsdp.param_offload,
     )
     actor.rest()
-    if checkpoint is not None and not (checkpoint / "config.json").is_file():
+    if checkpoint is not None and is_ours:
         try:
             with Checkpointer(checkpoint, run.mesh) as checkpoints:
                 checkpoints.load_newest(checkpoint, {"actor": module})

@@ -254,9 +254,11 @@ def add_logprobs_and_values(
                 module, batch, parts, batcher=batchers.actor, metrics=metrics
             )
     if ref is not None:
+        # the actor without adapters is laid out as the actor, so that the first KL is exactly 0
+        layout = parts if config.ref_is_actor else everything
         with metrics.timed("ref"), ref.on_device() as module:
             batch.ref_logprobs = logprobs(
-                module, batch, everything, batcher=batchers.ref, keep_hidden=config.actor.full_kl
+                module, batch, layout, batcher=batchers.ref, keep_hidden=config.actor.full_kl
             )
     if critic is not None:
         with metrics.timed("values"), critic.on_device() as module:

@@ -8,6 +8,7 @@ seconds and needs no weights.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,6 +100,21 @@ class AttentionShape:
         return 2 * self.num_layers * -(-self.num_kv_heads // tp) * self.head_dim * itemsize
 
 
+class Linear(NamedTuple):
+    """One linear layer of a transformer layer, by the last part of its name."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+
+class LoraSize(NamedTuple):
+    """Parameters of the adapters of one transformer layer: A [rank, inputs], B [outputs, rank]."""
+
+    low: int
+    up: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(AttentionShape):
     """What memory and mesh degrees depend on. Counts are of parameters unless a name says else."""
@@ -112,6 +128,21 @@ class ModelShape(AttentionShape):
     """the output head is the embedding"""
     layer_params: int
     """of one transformer layer"""
+    linears: tuple[Linear, ...] = ()
+    """of one transformer layer, without the experts of a mixture, as Llama names them"""
+
+    def lora_size(self, rank: int, targets: Sequence[str], excluded: Sequence[str]) -> LoraSize:
+        """Of adapters on the layers that are named; all of them where a name is not known here."""
+        names = {name.rpartition(".")[2] for name in targets}
+        left_out = {name.rpartition(".")[2] for name in excluded}
+        known = {layer.name for layer in self.linears}
+        chosen = [
+            layer
+            for layer in self.linears
+            if (layer.name in names or names - known) and layer.name not in left_out
+        ]
+        inputs, outputs = sum(c.inputs for c in chosen), sum(c.outputs for c in chosen)
+        return LoraSize(rank * inputs, rank * outputs)
 
     @property
     def embedding_params(self) -> int:
@@ -252,6 +283,7 @@ def parse_shape(config: dict[str, Any]) -> ModelShape:
         vocab_size=config["vocab_size"],
         tied=config.get("tie_word_embeddings", tied),
         layer_params=mlp + _attention(config, attention),
+        linears=_linears(config, attention),
     )
 
 
@@ -312,6 +344,35 @@ def _attention(config: dict[str, Any], shape: AttentionShape) -> int:
     if model_type.startswith(("qwen3", "gemma3")):
         count += 2 * shape.head_dim
     return count + norms
+
+
+def _linears(config: dict[str, Any], shape: AttentionShape) -> tuple[Linear, ...]:
+    """Projections of attention and, where all tokens visit it, of the MLP."""
+    hidden, heads = config["hidden_size"], shape.num_heads
+    query, key_value = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    found = [Linear("q_proj", hidden, query), Linear("o_proj", query, hidden)]
+    found += [Linear(name, hidden, key_value) for name in ("k_proj", "v_proj")]
+    if latent := config.get("kv_lora_rank"):
+        rope, value = config["qk_rope_head_dim"], config["v_head_dim"]
+        key = config["qk_nope_head_dim"] + rope
+        rank = config.get("q_lora_rank")
+        found = [Linear("q_proj", hidden, heads * key)]
+        if rank:
+            found = [Linear("q_a_proj", hidden, rank), Linear("q_b_proj", rank, heads * key)]
+        found += [
+            Linear("kv_a_proj_with_mqa", hidden, latent + rope),
+            Linear("kv_b_proj", latent, heads * (key - rope + value)),
+            Linear("o_proj", heads * value, hidden),
+        ]
+    width = _mlp(config)[1]
+    if any(config.get(key) for key in _EXPERTS):
+        width = config.get("shared_expert_intermediate_size") or 0
+        number = next((config[key] for key in _SHARED if config.get(key)), 0)
+        width = width or number * (config.get("moe_intermediate_size") or 0)
+    gated = config.get("model_type") not in _UNGATED
+    names = ("gate_proj", "up_proj") if gated else ("up_proj",)
+    found += [Linear(name, hidden, width) for name in names if width]
+    return (*found, *([Linear("down_proj", width, hidden)] if width else []))
 
 
 def _latent_attention(config: dict[str, Any], shape: AttentionShape) -> int:

@@ -18,6 +18,7 @@ from ppo.metrics import Metrics, timing_shares
 from ppo.model_shapes import AttentionShape
 from ppo.models.flops import ModelSize, batch_flops, utilisation
 from ppo.models.learner import Learner
+from sharding.adapters import adapters_of
 from sharding.mesh import Mesh
 
 
@@ -176,6 +177,7 @@ def model_size(module: Any) -> ModelSize:
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
         head_dim=shape.head_dim,
+        is_frozen=adapters_of(module) is not None,
     )
 
 

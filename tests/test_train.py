@@ -378,6 +378,7 @@ ELSEWHERE = {
     "response_length/clip_ratio_counted": "where a sample does not count",
     "degeneration/looping_counted": "where a sample does not count",
     "actor/pg_covfrac": "with loss_mode clip_cov or kl_cov",
+    "reshard/adapters_mib": "with model.lora_rank, on several ranks",
     "perf/mfu/actor": "on a device whose peak is known",
     "perf/mfu/critic": "on a device whose peak is known",
     "guard/ACTION": "where a rule has fired",

@@ -227,12 +227,16 @@ def make_batchers(
     """
     actor, critic = config.actor, config.critic
     batcher = partial(make_batcher, config, mesh)
+    ref_tokens = config.ref.log_prob_max_token_len_per_gpu
+    of_actor = batcher(models.actor, tokens=actor.ppo_max_token_len_per_gpu)
     batchers = Batchers(
-        actor=batcher(models.actor, tokens=actor.ppo_max_token_len_per_gpu),
+        actor=of_actor,
         critic=batcher(
             models.critic or models.actor, tokens=critic.ppo_max_token_len_per_gpu, section=critic
         ),
-        ref=batcher(models.ref or models.actor, tokens=config.ref.log_prob_max_token_len_per_gpu),
+        ref=of_actor
+        if config.ref_is_actor
+        else batcher(models.ref or models.actor, tokens=ref_tokens),
     )
     for name, number in (halvings or {}).items():
         for _ in range(number):

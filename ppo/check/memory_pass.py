@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ppo.config import FsdpConfig
-from ppo.model_shapes import ModelShape
+from ppo.model_shapes import LoraSize, ModelShape
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # The largest block of logits that ppo/logprobs/ makes (a test compares): elements on CUDA and on
@@ -45,6 +45,8 @@ class ShardedModel:
     """bytes of a stored weight"""
     moment: int = 0
     """bytes of each of Adam's two moments of a weight; 0 = not trained"""
+    lora: LoraSize | None = None
+    """the adapters of a layer, in float32, which are trained in its place"""
 
     @property
     def root_params(self) -> int:
@@ -58,9 +60,38 @@ class ShardedModel:
 
     @property
     def shard_params(self) -> float:
-        """Parameters that this rank stores."""
+        """Parameters of the model itself that this rank stores."""
         layers = self.shape.num_layers * self.shape.layer_params
         return (layers + self.root_params) / self.shard_size
+
+    @property
+    def trained_layer_params(self) -> int:
+        """Of one whole layer: those that get gradients."""
+        return self.shape.layer_params if self.lora is None else sum(self.lora)
+
+    @property
+    def trained_root_params(self) -> int:
+        """Of the root group; beside adapters a value head alone."""
+        if self.lora is None:
+            return self.root_params
+        return 0 if self.has_logits else self.shape.hidden_size
+
+    @property
+    def trained_params(self) -> float:
+        """Of this rank: those that have gradients and moments."""
+        layers = self.shape.num_layers * self.trained_layer_params
+        return (layers + self.trained_root_params) / self.shard_size
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of a trained weight, and of its gradient."""
+        return self.master if self.lora is None else ITEM_BYTES["float32"]
+
+    @property
+    def stored_bytes(self) -> float:
+        """Bytes of this rank's parameters."""
+        adapters = 0.0 if self.lora is None else self.trained_params * self.trained_bytes
+        return self.shard_params * self.master + adapters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +175,7 @@ def _in_the_head(model: ShardedModel, run: Pass) -> list[Item]:
 def _after_a_layer(model: ShardedModel, run: Pass) -> list[Item]:
     """A layer's gradients are whole, and on their way in reduce_dtype (two layers' at a time)."""
     reduce = ITEM_BYTES[model.fsdp.mixed_precision.reduce_dtype]
-    layer = model.shape.layer_params * (model.compute + 2 * reduce)
+    layer = model.trained_layer_params * (model.compute + 2 * reduce)
     return [
         *_gradients(model, accumulated=True, head=True),
         *_gathered(model),
@@ -156,16 +187,18 @@ def _after_a_layer(model: ShardedModel, run: Pass) -> list[Item]:
 def _at_the_end(model: ShardedModel, run: Pass) -> list[Item]:
     """The root group's gradients are reduced last, when all else is freed."""
     reduce = ITEM_BYTES[model.fsdp.mixed_precision.reduce_dtype]
+    root = model.trained_root_params * (model.compute + reduce)
     return [
         *_gradients(model, accumulated=True, head=False),
         Item("gathered embedding and head", model.root_params * model.compute),
-        Item("unsharded gradients of the root", model.root_params * (model.compute + reduce)),
+        Item("unsharded gradients of the root", root),
     ]
 
 
 def _gradients(model: ShardedModel, *, accumulated: bool, head: bool) -> list[Item]:
-    found = [Item("gradients", model.shard_params * model.master)] if accumulated else []
-    if head and model.has_logits:
+    size = model.trained_params * model.trained_bytes
+    found = [Item("gradients", size)] if accumulated else []
+    if head and model.has_logits and model.lora is None:
         size = model.shape.embedding_params * model.compute
         found.append(Item("unsharded gradient of the head", size))
     return found
@@ -173,7 +206,8 @@ def _gradients(model: ShardedModel, *, accumulated: bool, head: bool) -> list[It
 
 def _gathered(model: ShardedModel) -> list[Item]:
     """Parameters in param_dtype: the root group, and layers (one computes, one is prefetched)."""
-    layer, fsdp = model.shape.layer_params * model.compute, model.fsdp
+    adapters = 0 if model.lora is None else sum(model.lora)
+    layer, fsdp = (model.shape.layer_params + adapters) * model.compute, model.fsdp
     layers = min(
         2 if fsdp.backward_prefetch or fsdp.forward_prefetch else 1, model.shape.num_layers
     )

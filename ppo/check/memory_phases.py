@@ -83,19 +83,27 @@ class Plan:
     def model(self, name: str) -> ShardedModel:
         """One of config.models in numbers."""
         role = self.config.models[name]
+        shape, lora = self.shapes[name], role.lora
+        frozen = role.fsdp.mixed_precision.param_dtype
         return ShardedModel(
             name=name,
-            shape=self.shapes[name],
+            shape=shape,
             has_logits=role.has_logits,
             fsdp=role.fsdp,
             shard_size=self.dims.shard_size,
-            master=ITEM_BYTES[self.config.model.dtype],
+            master=ITEM_BYTES[self.config.model.dtype if lora is None else frozen],
             moment=ITEM_BYTES[self._moment_dtype(role)] if role.is_trained else 0,
+            lora=lora and shape.lora_size(lora.rank, lora.target_modules, lora.exclude_modules),
         )
+
+    @property
+    def reference(self) -> ShardedModel:
+        """What the actor is compared with: a model of its own, or the actor itself."""
+        return self.model("actor" if self.config.ref_is_actor else "ref")
 
     def _moment_dtype(self, role: ModelRole) -> str:
         optim = self.config.actor.optim if role.name == "actor" else self.config.critic.optim
-        return optim.state_dtype or self.config.model.dtype
+        return optim.state_dtype or ("float32" if role.lora else self.config.model.dtype)
 
 
 def phases(plan: Plan) -> list[Phase]:
@@ -132,17 +140,17 @@ def host_bytes(plan: Plan) -> list[Item]:
     ids = rows * config.data.max_length * 16
     items = [Item("rollout batch", ranks * batch), Item("tokens and texts", ranks * ids)]
     if config.actor.full_kl:
-        ref = plan.model("ref")
+        ref = plan.reference
         states = rows * config.data.max_response_length * ref.shape.hidden_size * ref.compute
         items.append(Item("ref last hidden states", ranks * states))
     for model in plan.models(trained=True):
-        fsdp, params = model.fsdp, model.shard_params
+        fsdp, params = model.fsdp, model.trained_params
         if fsdp.param_offload or fsdp.offload_policy:
-            items.append(Item(f"{model.name} parameters", ranks * params * model.master))
+            items.append(Item(f"{model.name} parameters", ranks * model.stored_bytes))
         if fsdp.optimizer_offload or fsdp.offload_policy:
             items.append(Item(f"{model.name} Adam moments", ranks * params * 2 * model.moment))
         if fsdp.offload_policy:
-            items.append(Item(f"{model.name} gradients", ranks * params * model.master))
+            items.append(Item(f"{model.name} gradients", ranks * params * model.trained_bytes))
     for model in plan.models(trained=False) if plan.cuda else []:
         items.append(Item(f"{model.name} parameters", ranks * model.shard_params * model.compute))
     items += [_saved_copy(plan, model) for model in plan.models(trained=True)]
@@ -156,14 +164,14 @@ def _saved_copy(plan: Plan, model: ShardedModel) -> Item:
     """
     config, fsdp = plan.config, model.fsdp
     rested = plan.cuda and fsdp.param_offload and not fsdp.offload_policy
-    bytes_of_each = 0 if rested else model.master
+    bytes_of_each = 0 if rested else model.trained_bytes
     rests = plan.cuda and fsdp.optimizer_offload and not fsdp.offload_policy
     if model.name in config.saving("optimizer") and not rests:
         bytes_of_each += 2 * model.moment
     if not config.trainer.async_save or config.trainer.save_freq < 0:
         bytes_of_each = 0
     ranks = plan.dims.ranks_per_node / plan.dims.dp_replicate
-    size = ranks * model.shard_params * bytes_of_each
+    size = ranks * model.trained_params * bytes_of_each
     return Item(f"{model.name} copy, to save it asynchronously", size)
 
 
@@ -208,9 +216,9 @@ def _resident(plan: Plan, *, with_params: str = "", with_optimizer: str = "") ->
         if fsdp.offload_policy and plan.cuda:
             continue
         if not (plan.cuda and fsdp.param_offload) or model.name == with_params:
-            yield Item(f"{model.name} parameters", model.shard_params * model.master)
+            yield Item(f"{model.name} parameters", model.stored_bytes)
         if not (plan.cuda and fsdp.optimizer_offload) or model.name == with_optimizer:
-            yield Item(f"{model.name} Adam moments", model.shard_params * 2 * model.moment)
+            yield Item(f"{model.name} Adam moments", model.trained_params * 2 * model.moment)
     for model in plan.models(trained=False):
         if not plan.cuda or with_params == model.name:
             yield Item(f"{model.name} parameters", model.shard_params * model.compute)
@@ -236,7 +244,15 @@ def _reshard(plan: Plan) -> Iterator[Item]:
     yield from _resident(plan, with_params="actor")
     yield Item("engine weights", _engine_weights(plan))
     yield Item("two reshard buckets", min(2 * bucket, 2 * whole))
-    yield Item("cast of one cut", min(bucket, largest * item / plan.dims.shard_size))
+    cut = min(bucket, largest * item / plan.dims.shard_size)
+    yield Item("cast of one cut", cut)
+    offloads = plan.cuda and plan.config.actor.fsdp.offload_policy
+    if (lora := plan.model("actor").lora) is not None:
+        yield Item("sum of one cut with its adapter, in float32", cut / item * 4)
+        size = plan.dims.shard_size
+        low = 0 if size == 1 and not offloads else actor.num_layers * lora.low
+        up = actor.num_layers * lora.up / size if offloads else 0
+        yield Item("adapters that are merged, gathered", 4 * (low + up))
 
 
 def _generate(plan: Plan) -> Iterator[Item]:
@@ -274,7 +290,7 @@ def _forward_only(plan: Plan, model: ShardedModel, budget: int) -> Iterator[Item
         tokens=min(budget, samples * longest),
         sp=plan.dims.sp,
         cuda=plan.cuda,
-        keeps_hidden=model.name == "ref" and plan.config.actor.full_kl,
+        keeps_hidden=plan.config.actor.full_kl and model == plan.reference,
     )
     yield from _resident(plan, with_params=model.name)
     yield from _engine_kept(plan)
@@ -293,7 +309,7 @@ def _train(plan: Plan, name: str, section: ActorConfig | CriticConfig) -> Iterat
         with_entropy=plan.config.actor.entropy_coeff != 0,
         accumulates=samples * plan.config.data.max_length > tokens * plan.dims.sp,
         cuda=plan.cuda,
-        reference=plan.model("ref") if name == "actor" and plan.config.actor.full_kl else None,
+        reference=plan.reference if name == "actor" and plan.config.actor.full_kl else None,
     )
     yield from _resident(plan, with_params=model.name, with_optimizer=model.name)
     yield from _engine_kept(plan)

@@ -112,6 +112,12 @@ def find_models(config: Config) -> Models:
         of_lm = f", {count(found[0].num_params)} parameters" if role.has_logits else ""
         if not _is_the_actors(role, config):
             models.lines.append(f"{role.name}: {role.path}{of_lm} ({source})")
+        if role.lora is not None:
+            shape, keys = found[0], (role.lora.target_modules, role.lora.exclude_modules)
+            number = shape.num_layers * sum(shape.lora_size(role.lora.rank, *keys))
+            models.lines.append(
+                f"  trained: adapters of rank {role.lora.rank}, about {count(number)} parameters"
+            )
     return models
 
 

@@ -15,9 +15,11 @@ from ppo.config import (
     ActorConfig,
     AlgorithmConfig,
     Config,
+    CriticModelConfig,
     DifficultyConfig,
     EarlyStopConfig,
     FilterGroupsConfig,
+    ModelConfig,
     RolloutConfig,
     unusual_values,
 )
@@ -27,6 +29,7 @@ def config_warnings(config: Config, *, world_size: int) -> list[str]:
     """One line for each option that has no effect, or an effect that few people want."""
     return [
         *_training(config),
+        *_lora(config),
         *_micro_batches(config),
         *_algorithm(config),
         *_groups(config),
@@ -45,7 +48,8 @@ def _training(config: Config) -> Iterator[str]:
             "model.enable_activation_offload without model.enable_gradient_checkpointing moves "
             "every activation to the host: slow"
         )
-    if config.model.dtype != "float32":
+    whole = [role for role in config.models.values() if role.is_trained and role.lora is None]
+    if config.model.dtype != "float32" and whole:
         yield (
             f"model.dtype = {config.model.dtype}: master weights, and Adam moments without "
             "optim.state_dtype=float32, have no more digits than that, and small updates are "
@@ -83,6 +87,27 @@ def _training(config: Config) -> Iterator[str]:
             )
         if fsdp.mixed_precision.param_dtype == "float16":
             yield f"{name}.fsdp.mixed_precision.param_dtype float16: there is no loss scaling"
+
+
+def _lora(config: Config) -> Iterator[str]:
+    model, critic = config.model, config.critic.model
+    yield from _adapters("model", model, ModelConfig(path=model.path))
+    if config.critic_enabled:
+        yield from _adapters("critic.model", critic, model)
+
+
+def _adapters(
+    section: str, keys: ModelConfig | CriticModelConfig, default: ModelConfig
+) -> Iterator[str]:
+    if keys.lora_rank == 0:
+        for name in ("alpha", "target_modules", "exclude_modules", "dropout"):
+            if getattr(keys, f"lora_{name}") != getattr(default, f"lora_{name}"):
+                yield f"{section}.lora_{name} has no effect without {section}.lora_rank"
+    elif keys.lora_dropout:
+        yield (
+            f"{section}.lora_dropout = {keys.lora_dropout:g}: updates draw at random, so the first "
+            "ratio is not 1, and results depend on how work is cut"
+        )
 
 
 def _micro_batches(config: Config) -> Iterator[str]:

@@ -20,6 +20,7 @@ from ppo.config.sections.actor import (
     KEYS_OF_LOSS_MODES,
     ActorConfig,
     CriticConfig,
+    CriticModelConfig,
     LossAggMode,
     RefConfig,
 )
@@ -41,7 +42,9 @@ from ppo.config.sections.data import (
 )
 from ppo.config.sections.guards import FIRES_WINDOW, MEMORY, GuardsConfig, Rule, parse_rule
 from ppo.config.sections.model import (
+    ALL_LINEAR,
     FsdpConfig,
+    Lora,
     MixedPrecisionConfig,
     ModelConfig,
     OptimConfig,
@@ -62,6 +65,7 @@ from ppo.config.sections.trainer import (
 )
 
 __all__ = [
+    "ALL_LINEAR",
     "CORRECTION_PRESETS",
     "ENGINE_TRAITS",
     "ESTIMATOR_NEEDS",
@@ -77,6 +81,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "CriticConfig",
+    "CriticModelConfig",
     "CustomClassConfig",
     "DataConfig",
     "DifficultyConfig",
@@ -87,6 +92,7 @@ __all__ = [
     "FsdpConfig",
     "GuardsConfig",
     "KlControlConfig",
+    "Lora",
     "LossAggMode",
     "MixedPrecisionConfig",
     "ModelConfig",

@@ -36,11 +36,6 @@ class NotBuilt(NamedTuple):
 
 
 NOT_BUILT = {
-    "model.lora_rank": NotBuilt("0"),
-    "model.lora_alpha": NotBuilt(None),
-    "model.lora_dropout": NotBuilt(None),
-    "model.lora_target_modules": NotBuilt(None),
-    "model.lora_exclude_modules": NotBuilt("null"),
     "model.checkpoint_policy": NotBuilt("full"),
     "model.compile": NotBuilt("false"),
     "model.use_liger": NotBuilt("false"),

@@ -15,7 +15,7 @@ from ppo.config.sections.actor import ActorConfig, CriticConfig, RefConfig
 from ppo.config.sections.algorithm import AlgorithmConfig
 from ppo.config.sections.data import DataConfig, ValSetConfig
 from ppo.config.sections.guards import GuardsConfig, Rule, parse_rule
-from ppo.config.sections.model import FsdpConfig, ModelConfig, ParallelConfig
+from ppo.config.sections.model import FsdpConfig, Lora, ModelConfig, ParallelConfig
 from ppo.config.sections.reward import RewardConfig
 from ppo.config.sections.rollout import EngineKind, RolloutConfig
 from ppo.config.sections.trainer import CheckConfig, TrainerConfig
@@ -37,6 +37,13 @@ class ModelRole(NamedTuple):
     path: str
     """folder, name of the Hub, or tiny"""
     fsdp: FsdpConfig
+    lora: Lora | None = None
+    """the adapters that are trained in its place"""
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its weights stay as they are, in fsdp.mixed_precision.param_dtype."""
+        return not self.is_trained or self.lora is not None
 
 
 # name, section, path_key, is_trained, has_logits: every model that a run may have
@@ -75,6 +82,28 @@ class Config(Section):
         """Whether a frozen reference is loaded: for KL in the reward or in the loss, as teacher."""
         algorithm = self.algorithm
         return algorithm.charges_kl or algorithm.needs.teacher or self.actor.use_kl_loss
+
+    @property
+    def ref_is_actor(self) -> bool:
+        """Whether the reference is the actor without its adapters: no model of its own."""
+        same = self.ref.model.path == self.model.path
+        return self.ref_enabled and same and self.model.lora_rank > 0
+
+    def _lora(self, name: str) -> Lora | None:
+        """The adapters of a model by its name, if it has any."""
+        sections = {"actor": ("model", self.model), "critic": ("critic.model", self.critic.model)}
+        if name not in sections or sections[name][1].lora_rank == 0:
+            return None
+        section, keys = sections[name]
+        return Lora(
+            section=section,
+            rank=keys.lora_rank,
+            alpha=keys.lora_alpha,
+            target_modules=keys.lora_target_modules,
+            exclude_modules=keys.lora_exclude_modules,
+            dropout=keys.lora_dropout,
+            seed=self.trainer.seed,
+        )
 
     @property
     def uses_function(self) -> bool:
@@ -120,7 +149,7 @@ class Config(Section):
         used = {
             "actor": True,
             "critic": self.critic_enabled,
-            "ref": self.ref_enabled,
+            "ref": self.ref_enabled and not self.ref_is_actor,
             "reward model": self.reward.model.enable and self.reward.model.path is not None,
         }
         return {
@@ -128,6 +157,7 @@ class Config(Section):
                 *(name, section, path_key, is_trained, has_logits),
                 path=attrgetter(path_key)(self),
                 fsdp=attrgetter(f"{section}.fsdp")(self),
+                lora=self._lora(name),
             )
             for name, section, path_key, is_trained, has_logits in MODEL_ROLES
             if used[name]

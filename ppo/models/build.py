@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppo.config import FsdpConfig, ModelConfig
+from ppo.config import FsdpConfig, Lora, ModelConfig
 from ppo.errors import InputError
 from ppo.models.forward import (
     Findings,
@@ -30,6 +30,7 @@ from ppo.models.forward import (
     replace_forward,
     values,
 )
+from ppo.models.lora import attach, fill
 from ppo.models.verify import examine
 from ppo.models.weights import (
     HostCopy,
@@ -40,6 +41,7 @@ from ppo.models.weights import (
     remember_names,
 )
 from sharding.activations import checkpoint_activations, offload_activations
+from sharding.adapters import freeze_base
 from sharding.agree import together
 from sharding.fsdp import shard_model
 from sharding.mesh import Mesh
@@ -106,6 +108,7 @@ def build_causal_lm(
     dtype: torch.dtype,
     num_ids: int | None = None,
     shard_dim1: Callable[[str, nn.Parameter], bool] | None = None,
+    lora: Lora | None = None,
 ) -> nn.Module:
     """Actor or reference: a sharded causal LM whose call returns LabelLogprobs.
 
@@ -119,6 +122,7 @@ def build_causal_lm(
     dtype: of the stored parameters (float32 masters for training).
     num_ids: ids that have a probability, from 0 on; None = all rows of the head. A head often has
     more rows than the tokenizer has ids.
+    lora: adapters that are trained in the place of the model.
     Raises InputError for a model that does not fit the mesh or weights that do not fit the model.
     Collective over all ranks.
     """
@@ -127,9 +131,11 @@ def build_causal_lm(
     findings = _findings(module, hf_config, mesh, model_config)
     _replace(module, findings, mesh, model_config, label_logprobs, num_ids)
     converted = remember_names(module)
+    attach(module, lora, path)
     _shard(module, mesh, model_config, fsdp_config, checkpointing, forward_only, shard_dim1)
     source = (model_config, dtype, False)
     _fill(module, path, mesh, fsdp_config, converted=converted, source=source)
+    fill(module, lora, mesh)
     return module
 
 
@@ -143,6 +149,7 @@ def build_value_model(
     forward_only: bool,
     dtype: torch.dtype,
     needs_head: bool = False,
+    lora: Lora | None = None,
 ) -> nn.Module:
     """Critic or reward model: the backbone with a bias-free linear head `score`.
 
@@ -159,10 +166,12 @@ def build_value_model(
     head = module.get_output_embeddings()
     name = next(name for name, child in module.named_children() if child is head)
     delattr(module, name)
-    module.score = nn.Linear(head.in_features, 1, bias=False, device="meta", dtype=dtype)
+    trained = torch.float32 if lora else dtype
+    module.score = nn.Linear(head.in_features, 1, bias=False, device="meta", dtype=trained)
     module.config.num_labels = 1  # so that an export loads as a sequence classifier
     _replace(module, findings, mesh, model_config, values)
     converted = remember_names(module)
+    attach(module, lora, path, value_head="score")
     _shard(module, mesh, model_config, fsdp_config, checkpointing, forward_only, None)
     _fill(
         module,
@@ -175,6 +184,7 @@ def build_value_model(
         optional=() if needs_head else ("score.weight",),
         ignored=(rf"^{name}\.",),
     )
+    fill(module, lora, mesh)
     return module
 
 
@@ -240,6 +250,7 @@ def _shard(
 ) -> None:
     module.eval()  # also to train: what is random in training would change the first ratio
     module.requires_grad_(not forward_only)
+    freeze_base(module)
     if checkpointing:
         checkpoint_activations(module)
         if model_config.enable_activation_offload:

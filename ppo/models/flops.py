@@ -34,16 +34,23 @@ class ModelSize:
     num_layers: int
     num_heads: int
     head_dim: int
+    is_frozen: bool = False
+    """adapters alone are trained, which cost little: no gradients of the weights"""
+
+    @property
+    def per_weight(self) -> int:
+        """FLOPs of a token with a weight: 2 forward, 2 for the input's gradient, 2 for its own."""
+        return 4 if self.is_frozen else 6
 
 
 def flops_per_token(size: ModelSize, seq_len: float) -> float:
     """FLOPs of one token of a sequence of `seq_len` tokens, forward and backward, but for the head.
 
-    6 N, and for causal attention 12 L d_h n_h s / 2 (arXiv 2204.02311, appendix B, halved for the
-    mask).
+    6 N (4 N where it is frozen), and for causal attention 12 L d_h n_h s / 2 (arXiv 2204.02311,
+    appendix B, halved for the mask).
     """
     attention = 12 * size.num_layers * size.head_dim * size.num_heads * seq_len / 2
-    return 6 * size.num_params + attention
+    return size.per_weight * size.num_params + attention
 
 
 def batch_flops(
@@ -54,7 +61,7 @@ def batch_flops(
     num_scored: tokens with a log-prob: those of responses.
     """
     layers = sum(n * flops_per_token(size, n) for n in lengths)
-    return epochs * (layers + 6 * size.head_params * num_scored)
+    return epochs * (layers + size.per_weight * size.head_params * num_scored)
 
 
 def peak_tflops(device_name: str) -> float | None:

@@ -17,6 +17,7 @@ from ppo.logprobs import LogitTransform, Reference
 from ppo.models.forward import with_bias
 from ppo.models.schedule import lr_factor
 from sharding.adamw import NarrowAdamW
+from sharding.adapters import without_adapters
 from sharding.fsdp import gradient_norm
 from sharding.offload import offload_module, offload_optimizer, reload_module, reload_optimizer
 
@@ -85,6 +86,17 @@ class Model:
         if whole.untyped_storage().data_ptr() == here.untyped_storage().data_ptr():
             whole = whole.clone()  # nothing was gathered, and the parameter goes to the host
         return whole
+
+
+@dataclass(kw_only=True)
+class WithoutAdapters(Model):
+    """A learner's model as it was before its adapters: a reference that takes no memory."""
+
+    @contextmanager
+    def on_device(self) -> Iterator[nn.Module]:
+        """The learner's own module, with its adapters off."""
+        with super().on_device() as module, without_adapters(module):
+            yield module
 
 
 @dataclass(kw_only=True)
@@ -164,8 +176,8 @@ class Learner(Model):
 def make_optimizer(
     module: nn.Module, optim: OptimConfig, device: torch.device
 ) -> torch.optim.AdamW:
-    """AdamW over the sharded parameters: one fused kernel on CUDA."""
-    parameters = list(module.parameters())
+    """AdamW over the sharded parameters that are trained: one fused kernel on CUDA."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
     options: dict[str, Any] = {
         "lr": optim.lr,
         "betas": (optim.betas[0], optim.betas[1]),

@@ -18,7 +18,7 @@ from ppo.models.build import (
     vocabulary_of,
 )
 from ppo.models.folder import model_folder
-from ppo.models.learner import Learner, Model, make_optimizer
+from ppo.models.learner import Learner, Model, WithoutAdapters, make_optimizer
 from sharding.fsdp import reshard
 from sharding.layout import row_parallel_weight
 from sharding.mesh import Mesh
@@ -71,6 +71,9 @@ def build_models(
         _check_vocabulary(config, roles["critic"], own, num_ids)
         module = build_value_model(critic_folder, mesh, **options["critic"])
         critic = _learner("critic", module, config, mesh, total_steps)
+    if config.ref_is_actor:
+        rests = actor.param_offload
+        ref = WithoutAdapters(module=actor.module, device=mesh.device, param_offload=rests)
     if "ref" in roles:
         module = _build_ref(config, mesh, run_dir, num_ids)
         ref = Model(module=module, device=mesh.device, param_offload=True)
@@ -130,14 +133,15 @@ def _check_vocabulary(config: Config, role: ModelRole, own: int | None, num_ids:
 
 
 def build_options(config: Config, role: ModelRole) -> dict[str, Any]:
-    """How a model is built for its role: what only runs forward is stored as it computes."""
-    stored = config.model.dtype if role.is_trained else role.fsdp.mixed_precision.param_dtype
+    """How a model is built for its role: what is not trained is stored as it computes."""
+    stored = role.fsdp.mixed_precision.param_dtype if role.is_frozen else config.model.dtype
     return {
         "model_config": config.model,
         "fsdp_config": role.fsdp,
         "checkpointing": role.is_trained and config.model.enable_gradient_checkpointing,
         "forward_only": not role.is_trained,
         "dtype": getattr(torch, stored),
+        "lora": role.lora,
     }
 
 

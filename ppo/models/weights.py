@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ppo.errors import InputError
+from sharding.adapters import model_parameters
 from sharding.agree import together
 from sharding.names import (
     non_persistent_buffers,
@@ -217,8 +218,8 @@ def _unset(buffer: Tensor) -> bool:
 
 
 def _targets(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors to fill, by name; tied parameters once."""
-    return {**dict(module.named_parameters()), **persistent_buffers(module)}
+    """Tensors to fill, by name; tied parameters once, adapters not."""
+    return {**model_parameters(module), **persistent_buffers(module)}
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -119,6 +119,7 @@ def load_training(options: Options, check: Callable[[Config], list[Problem]]) ->
         "algorithm.kl_ctrl.type": "fixed",
         "algorithm.lam": 1.0,
         "reward.model.path": None,
+        "model.lora_rank": 0,
         "actor.use_kl_loss": False,
         "trainer.default_local_dir": str(options.out.with_name(options.out.name + ".run")),
         "trainer.resume_mode": "disable",

@@ -23,6 +23,9 @@ from ppo.config.fields import MayChange, Section, derived, inherits
 from ppo.config.sections.algorithm import KlKind
 from ppo.config.sections.model import (
     FsdpConfig,
+    LoraAlpha,
+    LoraDropout,
+    LoraRank,
     OptimConfig,
 )
 
@@ -196,6 +199,16 @@ class CriticModelConfig(Section):
 
     path: FilePath = derived("model.path")
     """HF folder or hub name; null = model.path"""
+    lora_rank: LoraRank = derived("model.lora_rank")
+    """as model.lora_rank, for the critic, whose value head is trained beside its adapters"""
+    lora_alpha: LoraAlpha = derived("model.lora_alpha")
+    """as model.lora_alpha"""
+    lora_target_modules: list[str] = derived("model.lora_target_modules")
+    """as model.lora_target_modules"""
+    lora_exclude_modules: list[str] = derived("model.lora_exclude_modules")
+    """as model.lora_exclude_modules"""
+    lora_dropout: LoraDropout = derived("model.lora_dropout")
+    """as model.lora_dropout"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from ppo.config.bounds import Bound, FilePath, NonNegativeInt, Text, UnitInterval
 from ppo.config.fields import MayChange, Section, derived
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+LoraRank = Annotated[int, Bound(ge=0, le=16384, usual=(0, 512))]
+LoraAlpha = Annotated[float, Bound(gt=0, le=1e6, usual=(1, 1024))]
+LoraDropout = Annotated[float, Bound(ge=0, lt=1)]
+ALL_LINEAR = "all-linear"
+"""in the place of names of layers"""
+
+
+class Lora(NamedTuple):
+    """The adapters of one model of a run."""
+
+    section: str
+    """dotted path of the section that describes them"""
+    rank: int
+    alpha: float
+    target_modules: list[str]
+    exclude_modules: list[str]
+    dropout: float
+    seed: int
+    """of A; B begins with zeros"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +64,19 @@ class ModelConfig(Section):
     """compare a small copy of the model with transformers' own forward before it is loaded"""
     custom_chat_template: Text | None = None
     """Jinja text that replaces the tokenizer's chat template; null = the tokenizer's"""
+    lora_rank: LoraRank = 0
+    """rank of the adapters that are trained in the place of the model (LoRA), which stays as it is,
+    in actor.fsdp.mixed_precision.param_dtype; 0 = the whole model is trained. Their learning rate
+    is about ten times that of the whole model"""
+    lora_alpha: LoraAlpha = 16.0
+    """scale of the adapters: a layer's weight is W + lora_alpha / lora_rank x B A"""
+    lora_target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """linear layers that have one, by the end of their names (q_proj, mlp.up_proj); all-linear =
+    all but the output head and the experts of a mixture"""
+    lora_exclude_modules: list[str] = field(default_factory=list)
+    """linear layers that have none, named likewise"""
+    lora_dropout: LoraDropout = 0.0
+    """share of an adapter's inputs that an update leaves out; above 0 the first ratio is not 1"""
 
 
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]

@@ -51,6 +51,8 @@ RENAMED = {
     "model.use_rmpad": "model.use_remove_padding",
     "model.target_modules": "model.lora_target_modules",
     "model.exclude_modules": "model.lora_exclude_modules",
+    "critic.model.target_modules": "critic.model.lora_target_modules",
+    "critic.model.exclude_modules": "critic.model.lora_exclude_modules",
     "model.lora.rank": "model.lora_rank",
     "model.lora.alpha": "model.lora_alpha",
     "model.lora.dropout": "model.lora_dropout",
@@ -85,7 +87,7 @@ RENAMED = {
         for name in (
             *("tokenizer_path", "trust_remote_code", "override_config", "custom_chat_template"),
             *("enable_gradient_checkpointing", "enable_activation_offload", "use_remove_padding"),
-            *("lora_rank", "lora_alpha", "use_liger"),
+            "use_liger",
         )
     },
 }
@@ -255,7 +257,7 @@ _NOT_BUILT = {
     "parallelism of the engine besides rollout.tensor_model_parallel_size": "rollout"
     ".data_parallel_size rollout.expert_parallel_size rollout.pipeline_model_parallel_size",
     "reading adapters": "model.lora_adapter_path model.lora critic.model.lora_adapter_path "
-    "critic.model.lora critic.model.target_modules critic.model.exclude_modules",
+    "critic.model.lora",
     "tiling of the MLP": "model.tiled_mlp critic.model.tiled_mlp",
     "preference-filtered PPO": "algorithm.use_pf_ppo algorithm.pf_ppo",
     "validation with top_k": "rollout.val_kwargs.top_k",

@@ -6,21 +6,25 @@ from typing import Any
 import pytest
 import torch
 
-from ppo.check.memory_pass import LOGITS_BLOCK, Pass, ShardedModel, total, training_pass
-from ppo.config import FsdpConfig, MixedPrecisionConfig, ModelConfig
+from ppo.check.memory_pass import ITEM_BYTES, LOGITS_BLOCK, Pass, ShardedModel, total, training_pass
+from ppo.config import FsdpConfig, Lora, MixedPrecisionConfig, ModelConfig
 from ppo.logprobs.blocks import CPU_BLOCK_ELEMENTS, DEVICE_BLOCK_ELEMENTS
 from ppo.model_shapes import find_shape
 from tests.distributed import run_distributed
 
 TOKENS = 1024
 CPU = torch.device("cpu")
-CASES = [
+LORA = Lora("model", 16, 16.0, ["all-linear"], [], 0.0, seed=0)
+CASES: list[tuple[Any, ...]] = [
     # sp, param_dtype, gradient checkpointing, model
     (1, "float32", True, "actor"),
     (1, "float32", False, "actor"),
     (1, "bfloat16", True, "actor"),
     (2, "float32", True, "actor"),
     (2, "bfloat16", False, "critic"),
+    (1, "float32", True, "actor", LORA),
+    (1, "bfloat16", False, "actor", LORA),
+    (2, "bfloat16", True, "critic", LORA),
 ]
 
 
@@ -61,6 +65,7 @@ def _case(
     dtype: str,
     checkpointing: bool,
     kind: str,
+    lora: Lora | None = None,
     *,
     device: torch.device = CPU,
     tokens: int = TOKENS,
@@ -81,9 +86,10 @@ def _case(
         fsdp_config=fsdp,
         checkpointing=checkpointing,
         forward_only=False,
-        dtype=torch.float32,
+        dtype=torch.float32 if lora is None else getattr(torch, dtype),
+        lora=lora,
     )
-    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer = torch.optim.AdamW(p for p in module.parameters() if p.requires_grad)
     inputs: dict[str, Any] = {
         "input_ids": torch.randint(0, 4096, (1, tokens)),
         "position_ids": torch.arange(tokens)[None] + tokens * mesh.sp_rank,
@@ -103,6 +109,8 @@ def _case(
                 (output if kind == "critic" else output.logprobs).sum().backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+    states = [x for s in optimizer.state.values() for n, x in s.items() if n != "step"]
+    moments = sum(x.to_local().numel() * x.element_size() for x in states)
     found = find_shape(str(folder))
     assert found is not None
     model = ShardedModel(
@@ -111,7 +119,9 @@ def _case(
         has_logits=kind == "actor",
         fsdp=fsdp,
         shard_size=dims.shard_size,
-        master=4,
+        master=4 if lora is None else ITEM_BYTES[dtype],
+        moment=4,
+        lora=lora and found[0].lora_size(lora.rank, lora.target_modules, lora.exclude_modules),
     )
     run = Pass(
         tokens=tokens,
@@ -120,7 +130,9 @@ def _case(
         accumulates=True,
         cuda=device.type == "cuda",
     )
-    static = model.shard_params * 3 * 4  # parameters and Adam's moments
+    of_adam = model.trained_params * 2 * model.moment
+    assert 0.9 < of_adam / moments < 1.1, (of_adam, moments)
+    static = model.stored_bytes + model.trained_params * 2 * model.moment
     return tracker.peak_bytes, static + total(training_pass(model, run))
 
 
@@ -129,6 +141,20 @@ def test_the_prediction_is_within_a_tenth_below_and_a_quarter_above_the_measured
     for results in run_distributed(measured_and_predicted, 2, folder):
         for case, (measured, predicted) in zip(CASES, results, strict=True):
             assert 0.9 < predicted / measured < 1.25, (case, measured, predicted)
+
+
+@pytest.mark.full
+def test_an_update_of_smollm2_on_adapters_takes_less_than_half_the_memory(tmp_path):
+    from sharding.mesh import init_distributed
+
+    sizes = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 30}
+    folder = _save(tmp_path / "model", **sizes, **heads)
+    with init_distributed(CPU):
+        whole, _ = _case(1, folder, 1, "float32", True, "actor")
+        adapters, predicted = _case(1, folder, 1, "float32", True, "actor", LORA)
+    assert adapters < 0.45 * whole, (adapters, whole)
+    assert 0.9 < predicted / adapters < 1.25, (predicted, adapters)
 
 
 @pytest.mark.gpu

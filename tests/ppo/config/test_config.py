@@ -193,14 +193,14 @@ def test_a_key_of_another_trainer_says_what_replaces_it(path, advice):
 
 
 def test_a_key_of_another_trainer_whose_feature_is_missing_says_so():
-    (found,) = problems("actor_rollout_ref.model.lora.rank=8")
+    (found,) = problems("actor_rollout_ref.model.use_liger=true")
     assert "not built yet" in found
-    load("actor_rollout_ref.model.lora.rank=0")  # asks for nothing
+    load("actor_rollout_ref.model.use_liger=false")  # asks for nothing
 
 
 @pytest.mark.parametrize(
     "override",
-    ["model.lora_rank=8", "trainer.alarms.comm_share=0.1"],
+    ["model.compile=true", "trainer.alarms.comm_share=0.1"],
 )
 def test_a_feature_that_is_not_built_is_refused_by_name(override):
     (found,) = problems(override)
@@ -247,7 +247,7 @@ def test_weights_of_a_mix_are_numbers_by_names_that_may_have_dots():
 
 
 def test_the_value_that_asks_for_no_unbuilt_feature_is_accepted():
-    assert load("model.lora_rank=0", "reward.manager=naive") == load()
+    assert load("model.compile=false", "reward.manager=naive") == load()
 
 
 def test_every_problem_is_listed_at_once(tmp_path):

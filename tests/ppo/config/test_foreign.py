@@ -180,7 +180,7 @@ def test_advice_can_be_followed_or_says_that_what_it_names_is_not_built():
                 load_config(None, [*REQUIRED, f"{key}={value}"])
                 values += 1
     assert values > 5
-    assert answer("use_peft") == "use model.lora_rank, which is not built yet"
+    assert answer("torch_compile") == "use model.compile, which is not built yet"
 
 
 def test_a_run_of_verl_is_right_after_one_round_of_corrections():

@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def save_model(
-    folder: Path, model_type: str, *, max_shard_size: str = "50GB", **extra: Any
+    folder: Path, model_type: str, *, max_shard_size: str = "50GB", seed: int = 0, **extra: Any
 ) -> Path:
     """A random float32 checkpoint with weights large enough to make attention matter."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -46,7 +46,7 @@ def save_model(
         model_type, **SHAPE | FAMILIES.get(model_type, {}) | {"initializer_range": 0.15} | extra
     )
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):

@@ -1,0 +1,85 @@
+"""Whole runs with adapters: the reference for free, first ratios, resumes on other shards."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train_ppo
+from sharding.checkpoint import export_hf
+from tests.distributed import run_distributed
+from tests.test_train import rows_of, same_numbers, train_here
+
+ROOT = Path(train_ppo.__file__).parent
+LORA = (
+    *("model.lora_rank=4", "actor.optim.lr=1e-2", "critic.optim.lr=1e-2"),
+    *("trainer.save_freq=1", "actor.ppo_mini_batch_size=16", "data.val_files=[]"),
+    "model.verify_forward=false",
+)
+
+
+def whole_and_resumed(rank: int, world_size: int, folder: str) -> list[Any]:
+    """Two iterations at once; one, then another one with other shards."""
+    first, second = (f"trainer.total_training_steps={n}" for n in (1, 2))
+    elsewhere = ("actor.fsdp.fsdp_size=1", "rollout.tensor_model_parallel_size=2")
+    jobs = [
+        (f"{folder}/whole", (*LORA, second)),
+        (f"{folder}/parts", (*LORA, first)),
+        (f"{folder}/parts", (*LORA, second, *elsewhere)),
+    ]
+    return [seen["tokens"] for seen in train_here(rank, world_size, jobs)]
+
+
+@pytest.mark.distributed
+def test_a_run_with_adapters_has_its_reference_for_free_and_resumes_on_other_shards(tmp_path):
+    whole, first, second = run_distributed(whole_and_resumed, 2, str(tmp_path))[0]
+    rows = rows_of(tmp_path / "whole")
+    assert rows[0]["actor/ref_kl"] == 0.0 < rows[1]["actor/ref_kl"]
+    assert [row["actor/ppo_kl"] for row in rows] == [0.0, 0.0]  # one mini-batch: ratio 1
+    assert all(row["training/rollout_probs_diff_max"] < 1e-5 for row in rows)
+    assert all(row["reshard/received_mib"] == row["reshard/lower_bound_mib"] for row in rows)
+    assert rows[0]["reshard/adapters_mib"] > 0
+    same_numbers(rows, rows_of(tmp_path / "parts"))
+    assert [*first, *second] == whole
+    for model in ("actor", "critic"):
+        out = export_hf(tmp_path / "parts", tmp_path / model, model=model, adapter=True)
+        config = json.loads((out / "adapter_config.json").read_text())
+        assert config["modules_to_save"] == (["score"] if model == "critic" else None)
+        assert (export_hf(tmp_path / "parts", tmp_path / f"{model}_hf", model=model)).is_dir()
+    assert len(list(Path(tmp_path, "parts", "checkpoints").glob("step_*"))) == 2
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_smollm2_learns_the_quickstarts_task_by_a_quarter_on_adapters_alone(tmp_path):
+    """The quickstart's model, data and steps; ten times its learning rate, for adapters."""
+
+    def command(*words: Any) -> None:
+        subprocess.run([sys.executable, "-m", *map(str, words)], check=True, cwd=ROOT)
+
+    model, data, run = (tmp_path / name for name in ("model", "data", "run"))
+    command("ppo.models.smollm2", "--out", model)
+    task = ("min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1")
+    command(
+        *("ppo.data.prepare", "reasoning_gym", "--out", data, "--task", "chain_sum", "--option"),
+        *(*task, "--method", "last_number", "--train_size", 2048, "--test_size", 128),
+    )
+    command(
+        *("torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_ppo.py"),
+        *("--config", "ppo_smollm2_cpu.yaml", f"model.path={model}", *SMOLLM2),
+        *(f"data.train_files={data}/train.parquet", f"data.val_files={data}/test.parquet"),
+        f"trainer.default_local_dir={run}",
+    )
+    rows = rows_of(run)
+    scores = [v for row in rows for name, v in row.items() if name.startswith("val-core/")]
+    assert scores[-1] - scores[0] >= 0.25, scores
+    assert next(row for row in rows if row["step"] == 1)["actor/ref_kl"] == 0.0
+
+
+SMOLLM2 = (
+    *("model.lora_rank=32", "model.lora_alpha=32"),
+    *("actor.optim.lr=2e-4", "critic.optim.lr=1e-3"),
+)
