@@ -144,6 +144,7 @@ def test_the_prediction_is_within_a_tenth_below_and_a_quarter_above_the_measured
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 def test_an_update_of_smollm2_on_adapters_takes_less_than_half_the_memory(tmp_path):
     from sharding.mesh import init_distributed
 
