@@ -65,7 +65,7 @@ def add_adapters(
         options: dict[str, Any] = {"device": layer.weight.device, "dtype": torch.float32}
         layer.register_parameter(A, nn.Parameter(torch.empty(rank, layer.in_features, **options)))
         layer.register_parameter(B, nn.Parameter(torch.empty(layer.out_features, rank, **options)))
-        layer.forward = partial(_forward, layer, layer.forward, adapters)
+        layer.forward = partial(_forward, layer, layer.forward, adapters)  # pyright: ignore
     module.low_rank_adapters = adapters  # pyright: ignore
     return adapters
 

@@ -93,7 +93,9 @@ class Plan:
             shard_size=self.dims.shard_size,
             master=ITEM_BYTES[self.config.model.dtype if lora is None else frozen],
             moment=ITEM_BYTES[self._moment_dtype(role)] if role.is_trained else 0,
-            lora=lora and shape.lora_size(lora.rank, lora.target_modules, lora.exclude_modules),
+            lora=None
+            if lora is None
+            else shape.lora_size(lora.rank, lora.target_modules, lora.exclude_modules),
         )
 
     @property

@@ -108,8 +108,13 @@ def write_hf(
         if adapter is None or adapter:
             write_adapter(tensors, description, out)
         else:
-            options = {"config_folder": own, "base": base, "dtype": dtype}
-            write_merged(tensors, description, out, file_bytes=FILE_BYTES, **options)
+            write_merged(
+                *(tensors, description, out),
+                config_folder=own,
+                base=base,
+                dtype=dtype,
+                file_bytes=FILE_BYTES,
+            )
         return _write_assets(checkpoint, out)
     source = _Source(checkpoint, model, dtype)
     module = _empty_model(checkpoint / "models" / model, source.dtypes)

@@ -40,16 +40,17 @@ class Merged:
             return
         self._scale = adapters.scale
         numbers = {name: number for number, name in enumerate(names)}
-        layers = {numbers[f"{name}.weight"]: module.get_submodule(name) for name in adapters.layers}
-        whole = self._gather([getattr(layer, A) for layer in layers.values()], mesh)
+        get, layers = module.get_parameter, adapters.layers
+        whole = self._gather([get(f"{name}.{A}") for name in layers], mesh)
         lows = dict(zip(layers, whole, strict=True))
-        apart = {n: layer for n, layer in layers.items() if not _is_row_sharded(layer.weight)}
-        whole = self._gather([getattr(layer, B) for layer in apart.values()], mesh)
+        apart = [name for name in layers if not _is_row_sharded(get(f"{name}.weight"))]
+        whole = self._gather([get(f"{name}.{B}") for name in apart], mesh)
         ups = dict(zip(apart, whole, strict=True))
-        for number, layer in layers.items():
+        for name in layers:
+            number = numbers[f"{name}.weight"]
             _, col, _, cols = held[number]
-            up = ups[number] if number in ups else _local(getattr(layer, B)).to(mesh.device)
-            self._parts[number] = up, lows[number][:, col : col + cols]
+            up = ups[name] if name in ups else _local(get(f"{name}.{B}")).to(mesh.device)
+            self._parts[number] = up, lows[name][:, col : col + cols]
 
     def __contains__(self, number: int) -> bool:
         """Whether a parameter, by its number, has an adapter."""

@@ -121,7 +121,7 @@ def _case(
         shard_size=dims.shard_size,
         master=4 if lora is None else ITEM_BYTES[dtype],
         moment=4,
-        lora=lora and found[0].lora_size(lora.rank, lora.target_modules, lora.exclude_modules),
+        lora=None if lora is None else found[0].lora_size(lora.rank, lora.target_modules, []),
     )
     run = Pass(
         tokens=tokens,

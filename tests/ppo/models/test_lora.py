@@ -24,7 +24,7 @@ from sharding.adapters import adapters_of, is_adapter
 from sharding.checkpoint import Checkpointer, CheckpointError, export_hf
 from sharding.checkpoint.storage import SafeReader
 from sharding.fsdp import without_gradients
-from sharding.layout import view_2d
+from sharding.layout import Style, view_2d
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from sharding.reshard.full_tensors import FullTensors
 from sharding.reshard.resharder import Resharder
@@ -188,7 +188,10 @@ def check_engine(module: nn.Module, mesh: Mesh, path: Path, case: Case) -> None:
         "hf": hf_slices(whole, tp=tp, tp_rank=rank),
         "sglang": sglang_slices(whole, heads=4, kv_heads=2, tp=tp, tp_rank=rank),
     }
-    for style, dtype in (("hf", torch.float32), ("sglang", torch.float32), ("sglang", torch.half)):
+    engines: list[tuple[Style, torch.dtype]] = [
+        *(("hf", torch.float32), ("sglang", torch.float32), ("sglang", torch.half))
+    ]
+    for style, dtype in engines:
         resharder = Resharder(
             *(module, mesh),
             style=style,
