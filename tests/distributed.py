@@ -8,6 +8,7 @@ import multiprocessing
 import pickle
 import tempfile
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ _PRELOADED = [
 ]
 
 
+def fork_server() -> ForkServerContext:
+    """Whose processes begin with the program's imports done."""
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    return multiprocessing.get_context("forkserver")
+
+
 def run_distributed(
     fn: Callable[..., Any],
     world_size: int,
@@ -37,7 +44,7 @@ def run_distributed(
     A rank that raises ends the others, and its traceback is part of the error here.
     ``timeout_s`` bounds one collective. ``device_type`` "cuda": rank r has device r.
     """
-    multiprocessing.set_forkserver_preload(_PRELOADED)
+    fork_server()
     with tempfile.TemporaryDirectory() as folder:
         start_processes(
             _rank,

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from ppo.data.tiny import tiny_rows
 from ppo.model_shapes import TINY
 from ppo.models.tiny import build_tiny_model
 from ppo.rewards.scorers import tiny as copy_scorer
+from tests.distributed import fork_server
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_weights_depend_on_the_seed_alone_and_leave_the_callers_generator_alone(
 
 
 def test_several_processes_may_build_the_same_folder_at_once(folder, tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = fork_server()
     results = context.Queue()
     target = tmp_path / "shared"
     children = [
