@@ -1,10 +1,10 @@
-"""Generate from a checkpoint, score, report, write the samples; every rank runs this program.
+"""Generate from checkpoints, score, report, write the samples; every rank runs this program.
 
-    torchrun --nproc_per_node=8 rollout.py --config X [--checkpoint RUN_OR_STEP_OR_HF_DIR] \\
-        --data FILE --out samples.parquet [key.sub=value ...]
+    torchrun --nproc_per_node=8 rollout.py --config X [--checkpoint RUN_OR_STEP_OR_HF_DIR ...] \\
+        [--steps all|10,20,30] --data FILE --out samples.parquet [key.sub=value ...]
 
-Owns its command line and which weights a path means. Sampling is that of validation
-(rollout.val_kwargs). Must not know training.
+Owns its command line and what it writes. Sampling is that of validation (rollout.val_kwargs), with
+the same noise for all checkpoints. Must not know training.
 """
 
 import json
@@ -12,7 +12,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,25 +29,34 @@ from ppo.models.folder import model_folder
 from ppo.models.learner import Model
 from ppo.models.roles import build_options
 from ppo.rollout.collector import open_collector
-from ppo.rollout.figures import metrics_of, summarise
+from ppo.rollout.figures import Summary, metrics_of, summarise, table
 from ppo.rollout.prompts import open_prompts
 from ppo.rollout.samples import write_samples
 from ppo.rollout.scoring import build_scorer, open_rewards
+from ppo.rollout.targets import (
+    ALL,
+    Target,
+    find_targets,
+    is_hf_folder,
+    load_target,
+    path_problems,
+)
 from ppo.rollout.validation import Job, sample_and_score
 from ppo.run.run import Run
 from ppo.run.signals import EXIT_INTERRUPTED
 from ppo.run.start import Launch, open_run
-from sharding.checkpoint import Checkpointer, CheckpointError
-from sharding.checkpoint.folder import candidates
+from ppo.tracking.tracker import Tracker
 
 logger = logging.getLogger("rollout")
 
 DESCRIPTION = """\
-Generate from a checkpoint, score the samples and write them; every rank runs this program.
+Generate from checkpoints, score the samples and write them; every rank runs this program.
 
     python rollout.py --config ppo.yaml --data data/gsm8k/test.parquet --out untrained.parquet
     torchrun --nproc_per_node=8 rollout.py --config ppo.yaml --checkpoint runs/ppo/first \\
         --data data/gsm8k/test.parquet --out samples.parquet rollout.val_kwargs.n=8
+    torchrun --nproc_per_node=8 rollout.py --config ppo.yaml --checkpoint runs/ppo/first \\
+        --steps 50,100,150 --data data/gsm8k/test.parquet --out steps.parquet
 
 Prints and writes mean score, pass@k, maj@n and lengths, by data source. Without --checkpoint it is
 the untrained model.path that is evaluated.
@@ -57,24 +68,37 @@ class Options(NamedTuple):
 
     config: str
     overrides: list[str]
-    checkpoint: Path | None
-    """run folder, step folder or Hugging Face folder; None = model.path"""
+    checkpoint: list[Path]
+    """run folders, step folders or Hugging Face folders; none = model.path"""
+    steps: list[int] | str | None
+    """of the one run folder; `all`; None = its newest checkpoint"""
     data: str
     out: Path
     pass_score: float
     """a sample passes with this score or more"""
+
+    def samples_file(self, label: str | None) -> Path:
+        """--out, and for one of several targets the file beside it that has its label."""
+        return self.out if label is None else self.out.with_stem(f"{self.out.stem}.{label}")
 
 
 def parse_options(argv: Sequence[str]) -> Options:
     """Options of rollout.py; what is not an option is an override. Raises ConfigError."""
     parser = build_parser(DESCRIPTION)
     parser.usage = "%(prog)s --config FILE --data FILE --out FILE [options] [key.sub=value ...]"
-    parser.add_argument("--checkpoint", type=path, help="run, step or Hugging Face folder")
+    checkpoint = "run, step or Hugging Face folder; may be given several times"
+    parser.add_argument("--checkpoint", type=path, action="append", default=[], help=checkpoint)
+    parser.add_argument("--steps", type=steps, help="steps of a run: all, or 10,20,30")
     parser.add_argument("--data", required=True, help="prompts: parquet or JSONL, or a glob")
     parser.add_argument("--out", required=True, type=path, help="samples: .parquet or .jsonl")
     parser.add_argument("--pass_score", type=float, default=1.0, help="score that counts as passed")
     known, rest = parser.parse_known_args(list(argv))
     return Options(overrides=join_values(rest), **vars(known))
+
+
+def steps(text: str) -> list[int] | str:
+    """The type of --steps."""
+    return text if text == ALL else [int(step) for step in text.split(",")]
 
 
 def load_evaluation(options: Options, check: Callable[[Config], list[Problem]]) -> Config:
@@ -95,20 +119,10 @@ def load_evaluation(options: Options, check: Callable[[Config], list[Problem]]) 
     if options.out.suffix not in (".parquet", ".jsonl"):
         rule = "must end with .parquet or .jsonl"
         raise ConfigError([Problem("--out", str(options.out), rule)])
-    folder = options.checkpoint
-    if folder is not None and (folder / "config.json").is_file():
-        overrides.append(f"model.path={json.dumps(str(folder))}")
-    elif folder is not None and not _holds_checkpoints(folder):
-        raise ConfigError(
-            [
-                Problem(
-                    "--checkpoint",
-                    str(folder),
-                    "is neither a run, nor a checkpoint, nor a Hugging Face folder",
-                    "give a folder with checkpoints/, manifest.json or config.json",
-                )
-            ]
-        )
+    if problems := path_problems(options.checkpoint, options.steps):
+        raise ConfigError(problems)
+    if options.checkpoint and is_hf_folder(options.checkpoint[0]):
+        overrides.append(f"model.path={json.dumps(str(options.checkpoint[0]))}")
     config = load_config(options.config, overrides, check=check)
     limits = [config.data.train_max_samples, config.data.val_max_samples]
     limit = min((limit for limit in limits if limit > 0), default=-1)
@@ -116,72 +130,102 @@ def load_evaluation(options: Options, check: Callable[[Config], list[Problem]]) 
 
 
 def evaluate(config: Config, run: Run, options: Options) -> None:
-    """Generate, score, log a line per data source, write samples and figures. Collective.
+    """Generate from every target, score, log and write. Collective.
 
-    When too many rewards fail, the samples are written all the same, each with its failure.
+    Engine and model are built once; each target's weights come into them. When too many rewards
+    fail, the samples are written all the same, each with its failure.
     """
-
-    def keep(_: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        write_samples(options.out, rows)
-        logger.info("%d samples written to %s", len(rows), options.out)
-
+    targets = find_targets(options.checkpoint, options.steps, run.mesh)
     prompts = open_prompts(config, run)
     if config.data.train_max_samples > 0:
         limit = config.data.train_max_samples
         logger.info("data.train_max_samples or val_max_samples: the first %d rows only", limit)
-    actor = _load_actor(config, run, options.checkpoint, prompts.num_ids)
+    actor = _build_actor(config, run, targets, prompts.num_ids)
+    results = Results(options, config.rollout.val_kwargs.n, several=len(targets) > 1)
+    holds: Path | None = Path(config.model.path)
+    first = load_target(actor.module, targets[0], config, run.mesh, holds=holds)
     with (
         open_rewards(config, run, prompts) as pool,
         open_collector(config, run, prompts, actor) as collector,
+        Tracker(run.record, enabled=run.mesh.rank == 0, loggers=["jsonl"]) as tracker,
+        closing(results),
     ):
         scorer = build_scorer(config, run, prompts, pool)
         run.begin()
         job = Job(prompts.train, config.sampling_of([options.data]))
-        found = sample_and_score(collector, scorer, {"": job}, step=0, keep=keep)
-    if found is not None:
-        summaries = summarise(found[""], pass_score=options.pass_score)
+        for number, named in enumerate(run.polled(targets), 1):
+            target = first
+            if number > 1:
+                target = load_target(actor.module, named, config, run.mesh, holds=holds)
+            holds = target.path
+            step = number if len(options.checkpoint) > 1 else target.step or 0
+            found = sample_and_score(
+                *(collector, scorer, {"": job}),
+                step=0,  # the same noise for all
+                keep=partial(results.keep, target, tracker, step),
+            )
+            if found is not None:
+                tracker.log(step, results.add(target, found[""]))
+
+
+class Results:
+    """What is written and said of each target, on the first rank."""
+
+    def __init__(self, options: Options, n: int, *, several: bool) -> None:
+        self._options, self._n, self._several = options, n, several
+        self._summaries: list[tuple[str, dict[str, Summary]]] = []
+
+    def keep(
+        self, target: Target, tracker: Tracker, step: int, _: str, rows: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Write the samples, as a file and for the report."""
+        path = self._options.samples_file(target.label if self._several else None)
+        write_samples(path, rows)
+        tracker.samples(step, rows, split="val", num_text=0)
+        logger.info("%d samples written to %s", len(rows), path)
+
+    def add(self, target: Target, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Log a line per data source and write the figures of all targets so far; this one's."""
+        summaries = summarise(rows, pass_score=self._options.pass_score)
+        self._summaries.append((target.label, summaries))
+        head = f"{target.label}: " if self._several else ""
         for source, summary in summaries.items():
-            logger.info("%s: %s", source, summary)
-        figures = metrics_of(summaries, config.rollout.val_kwargs.n)
-        replace_text(figures_file(options.out), json.dumps(figures, indent=1) + "\n")
+            logger.info("%s%s: %s", head, source, summary)
+        found = {label: metrics_of(each, self._n) for label, each in self._summaries}
+        figures = found if self._several else found[target.label]
+        replace_text(figures_file(self._options.out), json.dumps(figures, indent=1) + "\n")
+        return found[target.label]
+
+    def close(self) -> None:
+        """Log the table of several targets, also of those before an error or a stop."""
+        if self._several and self._summaries:
+            logger.info("%d evaluated\n%s", len(self._summaries), table(self._summaries))
 
 
 def figures_file(out: Path) -> Path:
-    """Beside the samples: {"val-core/SOURCE/reward/mean@N": 0.5, ...}, as training logs them."""
+    """Beside the samples: {"val-core/SOURCE/reward/mean@N": 0.5, ...}, as training logs them; of
+    several targets, that by label."""
     return out.with_suffix(".metrics.json")
 
 
-def _load_actor(config: Config, run: Run, checkpoint: Path | None, num_ids: int) -> Model:
-    """The model of model.path, with the weights of a checkpoint of ours where one is given."""
-    is_ours = checkpoint is not None and not (checkpoint / "config.json").is_file()
+def _build_actor(config: Config, run: Run, targets: Sequence[Target], num_ids: int) -> Model:
+    """The model of model.path, at rest; with adapters (model.lora_rank) for checkpoints of ours."""
     role = config.models["actor"]
-    options = build_options(config, role if is_ours else role._replace(lora=None))
+    are_ours = {target.path is not None and not target.is_hf for target in targets}
+    if role.lora is not None and len(are_ours) > 1:
+        rule = "checkpoints that hold adapters are evaluated without Hugging Face folders beside"
+        raise InputError(f"--checkpoint: with model.lora_rank = {role.lora.rank}, {rule}")
+    options = build_options(config, role if are_ours == {True} else role._replace(lora=None))
     module = build_causal_lm(
         model_folder(config.model.path, run.mesh, run.dir),
         run.mesh,
         num_ids=num_ids,
         **options | {"checkpointing": False, "forward_only": True},
     )
-    actor = Model(
-        module=module,
-        device=run.mesh.device,
-        param_offload=config.actor.fsdp.param_offload,
-    )
+    offloads = config.actor.fsdp.param_offload
+    actor = Model(module=module, device=run.mesh.device, param_offload=offloads)
     actor.rest()
-    if checkpoint is not None and is_ours:
-        try:
-            with Checkpointer(checkpoint, run.mesh) as checkpoints:
-                checkpoints.load_newest(checkpoint, {"actor": module})
-        except CheckpointError as error:
-            raise InputError(f"--checkpoint = {checkpoint}: {error}") from error
     return actor
-
-
-def _holds_checkpoints(path: Path) -> bool:
-    try:
-        return bool(candidates(path))
-    except CheckpointError:
-        return False
 
 
 @record

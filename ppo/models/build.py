@@ -139,6 +139,26 @@ def build_causal_lm(
     return module
 
 
+def reload_weights(
+    module: nn.Module,
+    path: Path,
+    mesh: Mesh,
+    *,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+) -> None:
+    """Other weights of the same model into one of `build_causal_lm`, in place. Collective.
+
+    Raises InputError for weights that do not fit it.
+    """
+    load_weights(
+        module,
+        path,
+        source=HostCopy(partial(_whole_on_host, path, model_config, dtype, False), mesh.host_group),
+        converted=bool(module._names_are_converted),
+    )
+
+
 def build_value_model(
     path: Path,
     mesh: Mesh,

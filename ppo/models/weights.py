@@ -144,6 +144,7 @@ def remember_names(module: Any) -> bool:
 
     conversions = get_model_conversion_mapping(module, add_legacy=False)
     # As transformers does: whether a checkpoint has a prefix that may be left out is not known.
+    module._names_are_converted = bool(conversions)
     module._weight_conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
     return bool(conversions)
 

@@ -29,6 +29,7 @@ PANELS = (
     Panel("Reward: parts", ("reward/function_score", "reward/model_score", "reward/extra/*")),
     Panel("Validation: mean score", ("val-core/*/mean@*", "val-core/*/maj@*")),
     Panel("Validation: pass@k", ("val-core/*/pass@*",)),
+    Panel("Validation: response length, tokens", ("val-aux/*/response_length/mean",)),
     Panel("KL to the reference", ("actor/ref_kl", "actor/reward_kl_penalty", "actor/kl_loss")),
     Panel("KL of the update", ("actor/ppo_kl_k3", "actor/ppo_kl")),
     Panel("KL coefficient", ("actor/kl_coef",)),
@@ -126,6 +127,6 @@ def _filled(series: Series | None, like: Series) -> list[float]:
 
 
 def _shortened(name: str) -> str:
-    for prefix in ("actor/", "val-core/", "timing_s/", "memory_gib/"):
+    for prefix in ("actor/", "val-core/", "val-aux/", "timing_s/", "memory_gib/"):
         name = name.removeprefix(prefix)
     return name

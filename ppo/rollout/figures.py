@@ -1,7 +1,7 @@
 """Figures that models are compared by: mean@n, pass@k, maj@n of each data source.
 
-Owns their definitions and names, for validation in training and for rollout.py alike. Must not know
-how samples came about: it reads rows as `sample_rows` makes them.
+Owns their definitions, names and table, for validation in training and for rollout.py alike. Must
+not know how samples came about: it reads rows as `sample_rows` makes them.
 """
 
 from collections import Counter, defaultdict
@@ -44,10 +44,14 @@ class Summary(NamedTuple):
         )
 
     def metrics(self, head: str, n: int) -> dict[str, float]:
-        """As they are logged, for n samples a prompt; none where every reward has failed."""
+        """As they are logged, for n samples a prompt; where every reward has failed, lengths."""
+        found = {
+            f"val-aux/{head}/response_length/mean": self.mean_length,
+            f"val-aux/{head}/response_length/clip_ratio": self.clip_ratio,
+        }
         if self.num_failed == self.num_samples:
-            return {}
-        found = {f"val-core/{head}/reward/mean@{n}": self.mean_score}
+            return found
+        found[f"val-core/{head}/reward/mean@{n}"] = self.mean_score
         if n > 1:
             found |= {f"val-core/{head}/pass@{k}": share for k, share in self.pass_at.items()}
             if self.maj is not None:
@@ -102,6 +106,26 @@ def _summarise(rows: Sequence[Mapping[str, Any]], pass_score: float) -> Summary:
         max_length=max(lengths),
         clip_ratio=_mean([row["finish_reason"] == "length" for row in rows]),
     )
+
+
+def table(rows: Sequence[tuple[str, Mapping[str, Summary]]]) -> str:
+    """Summaries of several models, one line for each data source of each, in columns."""
+    lines = [["", "data source", "prompts", "failed", "score"]]
+    found = [(label, source, s) for label, sources in rows for source, s in sources.items()]
+    passes = sorted({k for _, _, summary in found for k in summary.pass_at})
+    votes = any(summary.maj is not None for _, _, summary in found)
+    lines[0] += [f"pass@{k}" for k in passes] + ["maj"] * votes + ["length", "clipped"]
+    for label, source, s in found:
+        cells = [label, source, str(s.num_prompts), str(s.num_failed), f"{s.mean_score:.3f}"]
+        cells += [f"{s.pass_at[k]:.3f}" if k in s.pass_at else "" for k in passes]
+        cells += ["" if s.maj is None else f"{s.maj:.3f}"] * votes
+        lines.append([*cells, f"{s.mean_length:.1f}", f"{s.clip_ratio:.3f}"])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = (
+        [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(row)]
+        for row in (list(zip(line, widths, strict=True)) for line in lines)
+    )
+    return "\n".join("  ".join(row).rstrip() for row in texts)
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

@@ -49,13 +49,21 @@ def test_validation_with_several_samples_logs_pass_at_k_too():
     rows += [row(2, None, data_source="failed")] * 4
     assert metrics_of(summarise(rows), 4) == pytest.approx(
         {
+            "val-aux/b/response_length/mean": 4,
+            "val-aux/b/response_length/clip_ratio": 0,
+            "val-aux/failed/response_length/mean": 4,
+            "val-aux/failed/response_length/clip_ratio": 0,
             "val-core/b/reward/mean@4": 5.5 / 7,
             "val-core/b/pass@1": (1 / 4 + 1) / 2,
             "val-core/b/pass@2": (1 / 2 + 1) / 2,
             "val-core/b/pass@4": 1.0,  # of the one prompt that has four scores
         }
     )
-    assert metrics_of(summarise([row(0, 0.5)]), 1) == {"val-core/b/reward/mean@1": 0.5}
+    assert metrics_of(summarise([row(0, 0.5)]), 1) == {
+        "val-core/b/reward/mean@1": 0.5,
+        "val-aux/b/response_length/mean": 4,
+        "val-aux/b/response_length/clip_ratio": 0,
+    }
 
 
 def answers(*pairs: tuple[str | None, float]) -> list[dict]:
@@ -78,6 +86,8 @@ def test_votes_are_logged_where_answers_are_known_under_the_name_of_the_set() ->
     rows += [row(1, s, answer=a) for a, s in (("a", 0.0), ("a", 0.0), ("c", 1.0), ("d", 0.0))]
     assert metrics_of(summarise(rows), 4, "aime") == pytest.approx(
         {
+            "val-aux/aime/b/response_length/mean": 4,
+            "val-aux/aime/b/response_length/clip_ratio": 0,
             "val-core/aime/b/reward/mean@4": 3 / 8,
             "val-core/aime/b/reward/maj@4": (1 + 0) / 2,
             "val-core/aime/b/pass@1": (2 / 4 + 1 / 4) / 2,
@@ -86,7 +96,7 @@ def test_votes_are_logged_where_answers_are_known_under_the_name_of_the_set() ->
         }
     )
     alone = metrics_of(summarise([row(0, 1.0, answer="a")]), 1)
-    assert alone == {"val-core/b/reward/mean@1": 1.0}
+    assert alone["val-core/b/reward/mean@1"] == 1.0 and not any("maj" in name for name in alone)
 
 
 def test_two_sets_whose_metrics_would_have_one_name_are_refused() -> None:

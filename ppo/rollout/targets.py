@@ -1,0 +1,152 @@
+"""What is evaluated: model.path, Hugging Face folders, checkpoints of ours, steps of a run.
+
+Owns what a path of --checkpoint means, and how its weights come into a model that is there already.
+Must not know how it is sampled.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ppo.config import Config, Problem
+from ppo.errors import InputError
+from ppo.models.build import load_hf_config, reload_weights
+from ppo.models.folder import read_generation_config
+from sharding.agree import together
+from sharding.checkpoint import Checkpointer, CheckpointError
+from sharding.checkpoint.files import step_of
+from sharding.checkpoint.folder import candidates
+from sharding.mesh import Mesh
+
+logger = logging.getLogger(__name__)
+
+ALL = "all"
+
+
+class Target(NamedTuple):
+    """One set of weights."""
+
+    label: str
+    """tells it from the others: in the table, in names of files"""
+    step: int | None
+    """of the run; None = nobody knows, or it is not read yet"""
+    path: Path | None
+    """None: the model as it is built"""
+
+    @property
+    def is_hf(self) -> bool:
+        """Whether it is a Hugging Face folder."""
+        return self.path is not None and is_hf_folder(self.path)
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Whether transformers would load it."""
+    return (path / "config.json").is_file()
+
+
+def path_problems(paths: Sequence[Path], steps: Sequence[int] | str | None) -> list[Problem]:
+    """What is wrong with --checkpoint and --steps, as far as names of folders tell."""
+    rule = "is neither a run, nor a checkpoint, nor a Hugging Face folder"
+    fix = "give a folder with checkpoints/, manifest.json or config.json"
+    found = []
+    for path in (path for path in paths if not is_hf_folder(path) and not _checkpoints(path)):
+        if (path / "adapter_config.json").is_file():
+            rule = "is an adapter without its model"
+            fix = "name the checkpoint that it is of, or export that without --adapter"
+        found.append(Problem("--checkpoint", str(path), rule, fix))
+    if steps is not None and (len(paths) != 1 or is_hf_folder(paths[0])):
+        rule = "are steps of one run: name its folder in --checkpoint, once"
+        found.append(Problem("--steps", steps, rule))
+    return found
+
+
+def find_targets(
+    paths: Sequence[Path], steps: Sequence[int] | str | None, mesh: Mesh
+) -> list[Target]:
+    """In the order given, steps ascending; the same on every rank. Collective.
+
+    Raises InputError for a step that has no checkpoint.
+    """
+
+    def find() -> list[Target]:
+        if mesh.rank != 0:
+            return []
+        return _steps(paths[0], steps) if steps is not None else _labelled(paths)
+
+    return together(find, mesh.host_group, InputError, expected=InputError, name_ranks=False)[0]
+
+
+def _steps(path: Path, steps: Sequence[int] | str) -> list[Target]:
+    there = {step: found for found in _checkpoints(path) if (step := step_of(found)) is not None}
+    wanted = sorted(there) if isinstance(steps, str) else sorted(set(steps))
+    missing = [step for step in wanted if step not in there]
+    if missing:
+        has = ", ".join(map(str, sorted(there)))
+        raise InputError(f"--steps = {missing}: {path} has no such checkpoint; it has {has}")
+    return [Target(f"step_{step:08d}", step, there[step]) for step in wanted]
+
+
+def _labelled(paths: Sequence[Path]) -> list[Target]:
+    targets: list[Target] = []
+    for path in paths:
+        name = label = path.resolve().name
+        while label in [target.label for target in targets]:
+            label = f"{name}_{sum(t.label.startswith(name) for t in targets) + 1}"
+        targets.append(Target(label, step_of(path), path))
+    return targets or [Target("model", 0, None)]
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    """Those of a run or a folder; a checkpoint itself; nothing for a path that is none."""
+    try:
+        return candidates(path)
+    except CheckpointError:
+        return []
+
+
+def load_target(
+    module: nn.Module, target: Target, config: Config, mesh: Mesh, *, holds: Path | None
+) -> Target:
+    """The weights into a module of `build_causal_lm`; the target as it was found. Collective.
+
+    The module may rest on the host. `holds`: whose weights it has; the same are not read again.
+    Raises InputError on all ranks for weights that are damaged, gone, or of another model.
+    """
+    path = target.path
+    if path is None or path == holds:
+        return target
+    if target.is_hf:
+        _check_same_model(path, config)
+        dtype = getattr(torch, config.model.dtype)
+        reload_weights(module, path, mesh, model_config=config.model, dtype=dtype)
+        return target
+    try:
+        with Checkpointer(path, mesh) as checkpoints:
+            found = checkpoints.load_newest(path, {"actor": module})
+    except CheckpointError as error:
+        raise InputError(f"--checkpoint = {path}: {error}") from error
+    return target._replace(step=step_of(found))
+
+
+def _check_same_model(path: Path, config: Config) -> None:
+    """Raise InputError unless all that weights do not say is the same as of model.path."""
+    mine, first = (
+        load_hf_config(folder, config.model).to_dict()
+        | {"generation: eos_token_id": read_generation_config(Path(folder)).get("eos_token_id")}
+        for folder in (path, config.model.path)
+    )
+    ignored = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+    differs = [
+        name
+        for name in sorted(mine.keys() | first.keys())
+        if name not in ignored and mine.get(name) != first.get(name)
+    ]
+    if differs:
+        raise InputError(
+            f"--checkpoint = {path}: is not the model of {config.model.path}, into which its "
+            f"weights would go: {', '.join(differs)} differ; evaluate it alone"
+        )
