@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from ppo.config.foreign import foreign
 from ppo.config.migrate.given import Given
-from ppo.config.migrate.translate import Answer, Dialect, Rule, raw_of
+from ppo.config.migrate.translate import BY_TOKENS, NOTHING, Answer, Dialect, Rule, raw_of
 from ppo.config.schema import schema
 from ppo.config.sections.trainer import LoggerName
 from ppo.config.trainers.verl import RENAMED
@@ -25,11 +25,6 @@ _OVERLONG = re.compile(
     r"(?:reward_kwargs\.)?overlong_buffer(?:_cfg)?\.(enable|len|penalty_factor|log)"
 )
 DYNAMIC, BUDGET = "actor.use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu"
-BY_TOKENS = (
-    "micro-batches are cut by tokens, actor.ppo_max_token_len_per_gpu, and change no gradient; "
-    "actor.use_dynamic_bsz=false cuts them by sequences"
-)
-NOTHING = Answer()
 
 DEFAULTS = {
     "algorithm.use_kl_in_reward": False,
@@ -55,7 +50,7 @@ DEFAULTS = {
 }
 
 
-def dialect() -> Dialect:
+def dialect(given: Given) -> Dialect:
     """How verl's keys become ours."""
     known = set(schema())
     return Dialect(

@@ -123,6 +123,8 @@ def _read_command(commands: Sequence[Sequence[str]]) -> Given:
 
 def _program(words: Sequence[str]) -> int:
     """How many words of a command are the launcher's and the program's name."""
+    if words[0] == "trl":
+        return 2
     for number, word in enumerate(words):
         if word in ("-m", "--module") and number + 1 < len(words):
             return number + 2

@@ -38,6 +38,11 @@ class Answer(NamedTuple):
 
 Rule = Callable[[Any, Given], Answer]
 """Given the raw value of a key, and all of them."""
+NOTHING = Answer()
+BY_TOKENS = (
+    "micro-batches are cut by tokens, actor.ppo_max_token_len_per_gpu, and change no gradient; "
+    "actor.use_dynamic_bsz=false cuts them by sequences"
+)
 
 
 class Dialect(NamedTuple):
@@ -78,7 +83,7 @@ def translate(dialect: Dialect, given: Given) -> Translation:
     for subject, answer in dialect.whole(given).items():
         work.take(subject, Plain(""), answer)
     for word in given.not_understood:
-        work.gaps[word] = "is not understood"
+        work.gaps[word] = "is not understood: say its value in the place of this"
     return work.result()
 
 

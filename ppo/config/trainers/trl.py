@@ -52,6 +52,8 @@ SAME = {
     "cliprange": "actor.clip_ratio",
     "epsilon_high": "actor.clip_ratio_high",
     "delta": "actor.clip_ratio_c",
+    "sapo_temperature_pos": "actor.tau_pos",
+    "sapo_temperature_neg": "actor.tau_neg",
     "cliprange_value": "critic.cliprange_value",
     "entropy_coef": "actor.entropy_coeff",
     "kl_coef": "algorithm.kl_ctrl.kl_coef",
@@ -85,9 +87,8 @@ ADVICE = {
     "local_rollout_forward_batch_size": "use actor.log_prob_max_token_len_per_gpu, in tokens",
     "total_episodes": "use trainer.total_training_steps or trainer.total_epochs",
     "loss_type": "use actor.loss_agg_mode: seq-mean-token-mean for grpo, token-mean for bnpo and "
-    "dapo, seq-mean-token-sum-norm for dr_grpo",
-    "importance_sampling_level": "ratios are of tokens, those of sequences (GSPO) are not built; "
-    "remove it",
+    "dapo, seq-mean-token-sum-norm for dr_grpo; actor.policy_loss.loss_mode for cispo and sapo",
+    "importance_sampling_level": "use actor.policy_loss.loss_mode=gspo for sequence",
     "vllm_importance_sampling_correction": "use algorithm.rollout_correction.rollout_is",
     "vllm_importance_sampling_mode": "use algorithm.rollout_correction.rollout_is, or icepop there",
     "vllm_importance_sampling_clip_min": "use algorithm.rollout_correction.icepop",
@@ -167,8 +168,7 @@ _NOT_BUILT = {
     "a penalty of repetition, which would change what log-probs are of,": "repetition_penalty",
     "min_p": "min_p",
     "structured output": "vllm_structured_outputs_regex vllm_guided_decoding_regex",
-    "the loss of SAPO or VESPO": "sapo_temperature_neg sapo_temperature_pos vespo_k_pos "
-    "vespo_lambda_pos vespo_k_neg vespo_lambda_neg",
+    "the loss of VESPO": "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg",
     "another sum of rewards than the weighted one": "multi_objective_aggregation",
     "leaving out responses cut by length": "mask_truncated_completions missing_eos_penalty",
     "a reference that follows the actor": "sync_ref_model ref_model_mixup_alpha "

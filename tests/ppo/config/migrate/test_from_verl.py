@@ -2,15 +2,19 @@
 
 import re
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ppo.check.preflight import run_check
+from ppo.check.try_reward import main as try_reward
 from ppo.config import ConfigError, load_config, parse_args
 from ppo.config.__main__ import main
 from ppo.config.migrate.from_verl import dialect
 from ppo.config.migrate.given import read_given
 from ppo.config.migrate.show import show
 from ppo.config.migrate.translate import Translation, translate
+from ppo.config.text import inline
 from tests.ppo.config.migrate.verl_examples import EXAMPLES
 
 # two models of 7B that configs/model_shapes.yaml does not know, and one that is as large
@@ -19,7 +23,8 @@ UNKNOWN = re.compile(r"(deepseek-ai/deepseek-llm-7b-chat|Qwen/Qwen2-7B-Instruct)
 
 
 def translated(*words: str) -> Translation:
-    return translate(dialect(), read_given(words))
+    given = read_given(words)
+    return translate(dialect(given), given)
 
 
 def script(tmp_path, text: str) -> str:
@@ -177,3 +182,46 @@ def test_files_that_cannot_be_read_end_with_2(tmp_path, capsys):
     assert main(["from-verl"]) == 2
     with pytest.raises(ConfigError, match="no such file"):
         read_given(["no/such/file.yaml"])
+
+
+# as verl's page on rewards of one's own has it: this signature, a number or a dict with "score"
+REWARD = """
+import re
+def my_score(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
+    assert data_source == "openai/gsm8k" and extra_info["split"] == "train"
+    found = re.findall(r"-?[0-9.,]+", solution_str)
+    correct = bool(found) and found[-1].replace(",", "") == ground_truth
+    return {"score": scale * correct, "acc": correct, "pred": found[-1] if found else ""}
+"""
+
+
+def test_parquet_files_and_rewards_of_verl_are_read_unchanged(tmp_path, capsys):
+    rows = [  # as examples/data_preprocess/gsm8k.py of verl writes them
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"What is {n} + {n}? Answer after ####."}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(2 * n)},
+            "extra_info": {
+                "split": "train",
+                "index": n,
+                "answer": f"#### {2 * n}",
+                "question": "?",
+            },
+        }
+        for n in (3, 50)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    (tmp_path / "score.py").write_text(REWARD)
+    found = translated(
+        f"data.train_files={tmp_path}/train.parquet", "actor_rollout_ref.model.path=tiny",
+        f"custom_reward_function.path={tmp_path}/score.py", "custom_reward_function.name=my_score",
+        "+custom_reward_function.reward_kwargs.scale=2", "algorithm.use_kl_in_reward=False",
+    )  # fmt: skip
+    assert not found.gaps
+    overrides = [f"{key}={inline(value)}" for key, value in (found.values | found.defaults).items()]
+    rewards = [override for override in overrides if override.startswith("reward.function.")]
+    files = [str(tmp_path / "score.py"), "--data", str(tmp_path / "train.parquet")]
+    assert try_reward([*files, *rewards, "reward.num_workers=1"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"the truth +2 +2\.0000", said) and re.search(r"empty +2 +0\.0000", said)
