@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppo.config import Config, ConfigError, Problem, load_config
 from ppo.config.cli import build_parser, join_values, path
-from ppo.errors import InputError
 from ppo.files import replace_text
 from ppo.models.build import build_causal_lm
 from ppo.models.folder import model_folder
@@ -43,8 +42,7 @@ from ppo.rollout.targets import (
 )
 from ppo.rollout.validation import Job, sample_and_score
 from ppo.run.run import Run
-from ppo.run.signals import EXIT_INTERRUPTED
-from ppo.run.start import Launch, open_run
+from ppo.run.start import Launch, open_run, program
 from ppo.tracking.tracker import Tracker
 
 logger = logging.getLogger("rollout")
@@ -228,20 +226,19 @@ def _build_actor(config: Config, run: Run, targets: Sequence[Target], num_ids: i
     return actor
 
 
+def start(launch: Launch, words: Sequence[str]) -> int:
+    """Evaluate what the command line says; the exit code."""
+    options = parse_options(words)
+    config = load_evaluation(options, launch.problems)
+    with open_run(config, launch, sys.argv) as run:
+        evaluate(config, run, options)
+    return run.exit_code
+
+
 @record
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done or stopped; 2 wrong configuration, data or weights."""
-    launch = Launch.from_env(os.environ)
-    try:
-        options = parse_options(sys.argv[1:] if argv is None else argv)
-        config = load_evaluation(options, launch.problems)
-        with open_run(config, launch, sys.argv) as run:
-            evaluate(config, run, options)
-        return run.exit_code
-    except InputError as error:
-        return launch.report(error)
-    except KeyboardInterrupt:  # before the run could take it
-        return EXIT_INTERRUPTED
+    return program(start, os.environ, argv)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ from ppo.check.preflight import run_check
 from ppo.config import Config, load_config, parse_args, values_of
 from ppo.data.printable import PrintableIds
 from ppo.data.prompts import total_steps_of
-from ppo.errors import InputError
 from ppo.forward_passes import response_logprobs, response_values
 from ppo.metrics import Metrics
 from ppo.models.roles import Models, build_models
@@ -47,8 +46,7 @@ from ppo.rollout.samples import kept_on_failure
 from ppo.rollout.scoring import build_scorer, open_rewards
 from ppo.rollout.validation import validate
 from ppo.run.run import Run, StopRequested
-from ppo.run.signals import EXIT_INTERRUPTED
-from ppo.run.start import Launch, open_run
+from ppo.run.start import Launch, open_run, program
 from ppo.state.checkpoints import (
     find_start,
     load_models,
@@ -265,22 +263,21 @@ def add_logprobs_and_values(
             batch.values = response_values(module, batch, batcher=batchers.critic, run=run)
 
 
+def start(launch: Launch, words: Sequence[str]) -> int:
+    """Plan or train, as the command line says; the exit code."""
+    args = parse_args(words)
+    if args.check:
+        return run_check(args)
+    config = load_config(args.config, args.overrides, check=launch.problems)
+    with open_run(config, launch, sys.argv) as run:
+        train(config, run)
+    return run.exit_code
+
+
 @record
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 finished, stopped or checked; 2 wrong configuration, data or weights."""
-    launch = Launch.from_env(os.environ)
-    try:
-        args = parse_args(sys.argv[1:] if argv is None else argv)
-        if args.check:
-            return run_check(args)
-        config = load_config(args.config, args.overrides, check=launch.problems)
-        with open_run(config, launch, sys.argv) as run:
-            train(config, run)
-        return run.exit_code
-    except InputError as error:
-        return launch.report(error)
-    except KeyboardInterrupt:  # before the run could take it
-        return EXIT_INTERRUPTED
+    return program(start, os.environ, argv)
 
 
 if __name__ == "__main__":

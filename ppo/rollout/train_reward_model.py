@@ -42,8 +42,7 @@ from ppo.models.learner import Learner, make_optimizer
 from ppo.models.roles import build_options
 from ppo.rollout.reward_model import conversation_ids, until_scored
 from ppo.run.run import Run
-from ppo.run.signals import EXIT_INTERRUPTED
-from ppo.run.start import Launch, open_run
+from ppo.run.start import Launch, open_run, program
 from sharding.agree import together
 from sharding.checkpoint import Checkpointer
 from sharding.mesh import Mesh
@@ -306,20 +305,19 @@ def save(module: nn.Module, mesh: Mesh, tokenizer: Any, out: Path) -> None:
     logger.info("the reward model is in %s", out)
 
 
+def start(launch: Launch, words: Sequence[str]) -> int:
+    """Train as the command line says; the exit code."""
+    options = parse_options(words)
+    config = load_training(options, launch.problems)
+    with open_run(config, launch, sys.argv) as run:
+        train(config, run, options)
+    return run.exit_code
+
+
 @record
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done or stopped; 2 wrong configuration, data or weights."""
-    launch = Launch.from_env(os.environ)
-    try:
-        options = parse_options(sys.argv[1:] if argv is None else argv)
-        config = load_training(options, launch.problems)
-        with open_run(config, launch, sys.argv) as run:
-            train(config, run, options)
-        return run.exit_code
-    except InputError as error:
-        return launch.report(error)
-    except KeyboardInterrupt:  # before the run could take it
-        return EXIT_INTERRUPTED
+    return program(start, os.environ, argv)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +116,24 @@ class Launch:
             content = {"message": reason, "timestamp": int(time.time()) - 1}
             with suppress(OSError):
                 Path(self.error_file).write_text(json.dumps(content), encoding="utf-8")
+
+
+def program(
+    start: Callable[[Launch, Sequence[str]], int],
+    env: MutableMapping[str, str],
+    words: Sequence[str] | None,
+) -> int:
+    """The exit code of a program: of `start`, given the words of its command line (None = ours).
+
+    2 for wrong input, which is said once; 130 for a Ctrl-C before the run could take it.
+    """
+    launch = Launch.from_env(env)
+    try:
+        return start(launch, sys.argv[1:] if words is None else words)
+    except InputError as error:
+        return launch.report(error)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
 
 
 def pick_device(config: Config, local_rank: int) -> torch.device:
