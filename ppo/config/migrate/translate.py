@@ -22,6 +22,8 @@ from ppo.config.text import Plain, parse
 from ppo.config.values import Mismatch, coerce, is_null
 
 _UNKNOWN_TEXT = re.compile(r"\$\{(\w+)\}|\$\(|`")
+_SWITCHES = ("enable", "url", "tool", "class_path")
+"""keys that switch their section on"""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "float": "float32"}
 
 
@@ -109,7 +111,7 @@ class _Work:
 
     def _of_tables(self, path: str, raw: Any) -> Answer:
         other, entry = self.dialect.lookup(path), not_built(path)
-        asks = not _asks_for_nothing(raw)
+        asks = not (_asks_for_nothing(raw) or _is_switched_off(path, self.given.keys))
         if entry is not None:
             is_off = _text(raw) == entry.off
             return Answer(gap=f"is not built yet; {entry.instead}" if asks and not is_off else "")
@@ -120,7 +122,7 @@ class _Work:
         if other.ours is not None:
             return Answer({} if is_null(raw) else {other.ours: raw})
         if other.advice.endswith("; remove it") and "not built" not in other.advice:
-            return Answer(unneeded=other.advice.removesuffix("; remove it"))
+            return Answer(unneeded=other.advice.removesuffix("; remove it") if asks else "")
         return Answer(gap=other.advice.removesuffix("; remove it") if asks else "")
 
     def take(self, path: str, raw: Any, answer: Answer) -> None:
@@ -217,7 +219,21 @@ def _read(path: str, raw: Any) -> tuple[str | None, Any]:
 
 
 def _asks_for_nothing(raw: Any) -> bool:
-    return is_null(raw) or raw in ([], {}) or _text(raw).lower() in ("false", "", "none")
+    return (
+        is_null(raw) or raw in ([], {}) or _text(raw).lower() in ("false", "", "none", "0", "0.0")
+    )
+
+
+def _is_switched_off(path: str, keys: Mapping[str, Any]) -> bool:
+    """Whether a section around the key says that it does nothing, as whole files of defaults do."""
+    parts = path.split(".")
+    for length in range(1, len(parts)):
+        *above, name = parts[:length]
+        switches = [*(f"{name}.{switch}" for switch in _SWITCHES), f"use_{name}"]
+        paths = [".".join([*above, switch]) for switch in switches]
+        if any(path in keys and _asks_for_nothing(keys[path]) for path in paths):
+            return True
+    return False
 
 
 def _text(raw: Any) -> str:

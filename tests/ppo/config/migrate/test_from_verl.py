@@ -115,13 +115,21 @@ actor_rollout_ref:
     response_length: ${data.max_response_length}
     n: 1
     val_kwargs: {top_k: -1, temperature: 1.0, do_sample: False}
-    multi_turn: {enable: False, max_turns: null}
+    multi_turn: {enable: False, max_turns: null, max_parallel_calls: 1, format: hermes}
+    agent: {num_workers: 8, custom_async_server: {path: null}}
+    over_sample_rate: 0
+    skip_rollout: False
+    skip_dump_dir: /tmp/rollout_dump
+    profiler:
+      enable: ${oc.select:actor_rollout_ref.actor.profiler.enable,false}
+      tool_config: {torch: {step_start: 0}, torch_memory: {trace_alloc_max_entries: 100000}}
 critic:
   rollout_n: ${actor_rollout_ref.rollout.n}
   ppo_mini_batch_size: ${actor_rollout_ref.actor.ppo_mini_batch_size}
   model: {path: ~/models/deepseek-llm-7b-chat, fsdp_config: {param_offload: True}}
 reward_model:
   enable: False
+  sandbox_fusion: {url: null, max_concurrent: 64}
   model: {path: ~/models/FsfairX-LLaMA3-RM-v0.1, input_tokenizer: "${actor_rollout_ref.model.path}"}
 custom_reward_function: {path: score.py, name: compute_score, reward_kwargs: {scale: 2}}
 trainer:
@@ -131,6 +139,8 @@ trainer:
   default_local_dir: checkpoints/${trainer.experiment_name}
   max_actor_ckpt_to_keep: null
 ray_init: {num_cpus: null}
+algorithm: {use_pf_ppo: False, pf_ppo: {reweight_method: pow, weight_pow: 2.0}}
+global_profiler: {tool: null, save_path: outputs/profile, global_tool_config: {nsys: {discrete: x}}}
 """
 
 
