@@ -26,9 +26,9 @@ EPILOG = """\
   python train_ppo.py --config mine.yaml --check
 
 Words are files (YAML, shell scripts; - is a script on stdin), key=value, --flag value, and
-NAME=value in capitals for variables that a script expects (of TRL also the Python file that calls
-GRPOConfig(...)). Later words win. What has no
-counterpart is said in comments at the top. ppo/config/migrate/README.md has the differences.
+NAME=value in capitals for variables that a script expects; of TRL also the Python file that calls
+GRPOConfig(...). Later words win. What has no counterpart is said in comments at the top.
+ppo/config/migrate/README.md has the differences.
 """
 
 

@@ -162,7 +162,11 @@ class _Work:
                 self._drop(lambda path, bad=problem.path: (path + ".").startswith(bad + "."))
         self._drop_without_effect(config)
         given = self._reader().given
-        values = {p: coerce(given[p], key.hint) for p, key in schema().items() if p in given}
+        values = {
+            path: coerce(given[path], key.hint)
+            for path, key in schema().items()
+            if path in given and not (key.derive and is_null(given[path]))
+        }
         return Translation(values, defaults, self.gaps, self.unneeded, missing)
 
     def _drop_without_effect(self, config: Config) -> None:

@@ -185,8 +185,7 @@ _NOT_NEEDED = {
     "generation is a call in the training program": "rollout.mode rollout.agent.num_workers "
     "rollout.agent.custom_async_server rollout.router_config_path rollout.skip_tokenizer_init",
     "weights always come from the trainer": "rollout.load_format",
-    "responses are generated, never read from a dump": "rollout.skip_rollout "
-    "rollout.skip_dump_dir",
+    "responses are generated, never read from a dump": "rollout.skip_rollout rollout.skip_dump_dir",
     "the engine's log-probs are always kept": "rollout.calculate_log_probs rollout.logprobs_mode",
     "forward-only passes are always cut by tokens": "rollout.log_prob_use_dynamic_bsz "
     "ref.log_prob_use_dynamic_bsz reward_model.use_dynamic_bsz",
