@@ -105,7 +105,7 @@ def _whole(given: Given) -> Mapping[str, Answer]:
     found: dict[str, Answer] = {}
     batch = str(value_of(given, "train_batch_size", "128"))
     n = str(value_of(given, "n_samples_per_prompt", "1"))
-    if batch.isdigit() and n.isdigit() and int(batch) % int(n) == 0:
+    if batch.isdigit() and n.isdigit() and int(n) > 0 and int(batch) % int(n) == 0:
         found["train_batch_size"] = Answer(
             {"actor.ppo_mini_batch_size": raw_of(int(batch) // int(n))}
         )

@@ -250,7 +250,7 @@ def _whole(given: Given) -> Mapping[str, Answer]:
 
 def _number(given: Given, name: str, default: int) -> int:
     text = str(_value(given, name, default))
-    return int(text) if text.isdigit() else default
+    return int(text) if text.isdigit() and int(text) > 0 else default
 
 
 def _value(given: Given, name: str, default: Any) -> Any:

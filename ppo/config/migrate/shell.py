@@ -128,7 +128,7 @@ class _Shell:
             if char == ")":
                 self.at += 1
                 return words
-            if char in _ENDS:
+            if char in _ENDS + "<>":
                 self.at += 1
             else:
                 words += self._word()
@@ -185,7 +185,7 @@ class _Shell:
             if char == '"':
                 self.at += 1
                 return [] if is_list and parts == [""] else parts
-            if char == "\\" and self.text[self.at + 1 : self.at + 2] in '$`"\\\n':
+            if char == "\\" and self.text[self.at + 1 : self.at + 2] in [*'$`"\\\n']:
                 parts[-1] += self.text[self.at + 1].replace("\n", "")
                 self.at += 2
             elif char in "$`":

@@ -60,7 +60,10 @@ def test_branches_are_all_read():
     assert ["run", "2"] in commands_of(script)
 
 
-@pytest.mark.parametrize("text", ["run 'a", 'run "a', "A=(a b", "run ${a", "run $((1", "run $(a"])
+@pytest.mark.parametrize(
+    "text",
+    ["run 'a", 'run "a', 'run "a\\', "A=(a b", "A=(a <", "run ${a", "run $((1", "run $(a"],
+)
 def test_what_does_not_end_is_an_error(text):
     with pytest.raises(ShellError):
         commands_of(text)
