@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppo.config import Config, ConfigError, Problem, load_config
 from ppo.config.cli import build_parser, join_values, path
+from ppo.errors import InputError
 from ppo.files import replace_text
 from ppo.models.build import build_causal_lm
 from ppo.models.folder import model_folder
