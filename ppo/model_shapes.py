@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ import yaml
 from sharding.heads import Heads, text_value
 
 SHAPES_FILE = Path(__file__).resolve().parents[1] / "configs" / "model_shapes.yaml"
-_SUFFIXES = ("-instruct", "-it", "-base", "-chat")
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SUFFIXES = ("-instruct", "-it", "-pt", "-base", "-chat")
 
 # what ppo/models/tiny.py builds, with torch: a test compares
 TINY: dict[str, Any] = {
@@ -217,13 +219,19 @@ def find_shape(path: str) -> tuple[ModelShape, str] | None:
             return parse_shape(json.loads(found.read_text(encoding="utf-8"))), str(found)
         except UNREADABLE as error:
             raise ValueError(f"{found} does not describe a language model: {error}") from error
-    table = yaml.safe_load(SHAPES_FILE.read_text(encoding="utf-8"))
+    table = _published()
     if path in table:
         return parse_shape(table[path]), f"configs/{SHAPES_FILE.name}"
     for name, config in table.items():
         if _last_part(name) == _last_part(path):
             return parse_shape(config), f"configs/{SHAPES_FILE.name}, as {name}"
     return None
+
+
+@cache
+def _published() -> dict[str, dict[str, Any]]:
+    """The models of configs/model_shapes.yaml."""
+    return yaml.load(SHAPES_FILE.read_bytes(), Loader=_LOADER)
 
 
 def _last_part(path: str) -> str:
@@ -334,7 +342,8 @@ def window_problem(config: dict[str, Any], longest: int) -> str | None:
 def _attention(config: dict[str, Any], shape: AttentionShape) -> int:
     """Projections, their biases and all norms of one layer."""
     hidden, model_type = config["hidden_size"], config.get("model_type", "")
-    norms = hidden * (4 if model_type.startswith(("gemma2", "gemma3")) else 2)
+    four_norms = model_type.startswith(("gemma2", "gemma3")) or model_type == "glm4"
+    norms = hidden * (4 if four_norms else 2)
     if config.get("kv_lora_rank"):
         return _latent_attention(config, shape) + norms
     query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

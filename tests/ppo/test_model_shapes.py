@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ppo.model_shapes import parse_shape
+from ppo.model_shapes import SHAPES_FILE, parse_shape
 from tests.ppo.models.families import EXTRA
 
 
@@ -22,3 +23,32 @@ def test_models_have_as_many_parameters_as_transformers_says(family):
         parameters = AutoModelForCausalLM.from_config(config).parameters()
     shape = parse_shape(config.to_dict())
     assert shape.num_params == pytest.approx(sum(p.numel() for p in parameters), rel=0.02)
+
+
+def distinct_published() -> dict[str, dict]:
+    """The first name of each shape in configs/model_shapes.yaml."""
+    table, found = yaml.safe_load(SHAPES_FILE.read_text()), {}
+    for name, keys in table.items():
+        if keys not in found.values():
+            found[name] = keys
+    return found
+
+
+PUBLISHED = distinct_published()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_table_of_models_has_as_many_parameters_as_transformers_says(name):
+    """Two and three layers are made, from which follows what the others add."""
+    keys = PUBLISHED[name]
+
+    def count(layers: int) -> int:
+        changed = {**keys, "num_hidden_layers": layers, "pad_token_id": 0}
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**changed))
+        return sum(p.numel() for p in model.parameters())
+
+    two, three = count(2), count(3)
+    total = three + (keys["num_hidden_layers"] - 3) * (three - two)
+    assert parse_shape(keys).num_params == pytest.approx(total, rel=1e-6)
