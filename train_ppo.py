@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node=8 train_ppo.py --config ppo.yaml [key.sub=value ...]
     python train_ppo.py --config ppo.yaml --check        # mesh, batch arithmetic, memory; no GPU
+    python train_ppo.py --suggest --model NAME --gpus 8  # a configuration that passes it
 
 One iteration, on every rank, in this order (the numbers of the README's figure):
 
@@ -31,7 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ppo.batch.packing import Batcher, Batchers, make_batchers
 from ppo.batch.samples import RolloutBatch, Samples
 from ppo.batch.shares import overview_of, owners_of, share_out
-from ppo.check.preflight import run_check
+from ppo.check.commands import run_check
 from ppo.config import Config, load_config, parse_args, values_of
 from ppo.data.printable import PrintableIds
 from ppo.data.prompts import total_steps_of

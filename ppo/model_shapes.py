@@ -205,15 +205,16 @@ def sglang_memory(
     return EngineMemory(weights, pages * KV_PAGE * per_token, pages * KV_PAGE)
 
 
-def find_shape(path: str) -> tuple[ModelShape, str] | None:
+def find_shape(path: str, file: Path | None = None) -> tuple[ModelShape, str] | None:
     """The shape of `model.path` and where it was found; None if nowhere.
 
-    Looks at `tiny`, the folder's config.json, the Hugging Face cache, and by the last part of the
-    path at configs/model_shapes.yaml. Raises ValueError for a config.json that is none of a model.
+    Looks at `file`, a config.json that is given for it, else at `tiny`, the folder's config.json,
+    the Hugging Face cache, and by the last part of the path at configs/model_shapes.yaml. Raises
+    ValueError for a config.json that is none of a model.
     """
-    if path == "tiny":
+    if path == "tiny" and file is None:
         return parse_shape(TINY), "built in"
-    found = config_json(path)
+    found = file or config_json(path)
     if found is not None:
         try:
             return parse_shape(json.loads(found.read_text(encoding="utf-8"))), str(found)

@@ -69,8 +69,11 @@ def _missing_package(rollout: RolloutConfig) -> Iterator[Problem]:
         yield Problem("rollout.engine", kind, rule, fix)
 
 
-def wrong_contents(config: Config) -> list[Problem]:
-    """What is wrong inside the files that are there: first rows, signature of the reward."""
+def wrong_contents(config: Config, model_config: Path | None = None) -> list[Problem]:
+    """What is wrong inside the files that are there: first rows, signature of the reward.
+
+    model_config: the config.json of model.path, where it is given apart from the model.
+    """
     found = []
     for key, named in config.prompt_files.items():
         files = [f for f in named if f == "tiny" or _found(f) is None]
@@ -91,14 +94,16 @@ def wrong_contents(config: Config) -> list[Problem]:
             check_function(function)
         except RewardError as error:
             found.append(Problem("reward.function.path", function.path, str(error)))
-    return [*found, *_tokens_of_ref(config), *_lengths(config)]
+    return [*found, *_tokens_of_ref(config), *_lengths(config, model_config)]
 
 
-def _lengths(config: Config) -> Iterator[Problem]:
+def _lengths(config: Config, model_config: Path | None) -> Iterator[Problem]:
     """Models that are here and whose sequences would not be the same in every batch or engine."""
     longest = config.data.max_length
     for role in config.models.values():
         file = config_json(role.path)
+        if model_config is not None and role.path == config.model.path:
+            file = model_config
         if file is None or (role.path == config.model.path and role.path_key != "model.path"):
             continue
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from ppo.check.describe import batch_lines, count, memory_lines, mesh_lines, verdict
@@ -43,12 +44,14 @@ class Models(NamedTuple):
 def run_check(options: CommandLine) -> int:
     """All of `--check`: loads the file, prints the plan or every problem; returns the exit code."""
 
+    file = options.model_config
+
     def rules(config: Config) -> list[Problem]:
         ranks = config.check.nproc_per_node
         world_size = ranks * config.check.nnodes
         return [
             *check_config(config, world_size=world_size, ranks_per_node=ranks),
-            *wrong_contents(config),
+            *wrong_contents(config, file),
             *row_problems(config),
         ]
 
@@ -57,17 +60,17 @@ def run_check(options: CommandLine) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    return report(config, verbose=options.verbose)
+    return report(config, verbose=options.verbose, model_config=file)
 
 
-def report(config: Config, *, verbose: bool) -> int:
+def report(config: Config, *, verbose: bool, model_config: Path | None = None) -> int:
     """Print the plan for the machine of `check`; 0 when it works and fits, else 2 and problems.
 
     The rules of ppo/check/rules.py hold already.
     """
     ranks = config.check.nproc_per_node
     world_size = ranks * config.check.nnodes
-    models = find_models(config)
+    models = find_models(config, model_config)
     dims, plan, reason = config.dims(world_size, ranks), None, ""
     if models.shapes.keys() == config.models.keys():
         plan, reason = sized(plan_of(config, dims, models.shapes))
@@ -96,12 +99,13 @@ def report(config: Config, *, verbose: bool) -> int:
     return 0
 
 
-def find_models(config: Config) -> Models:
-    """The sizes of the models, as far as they are known here."""
+def find_models(config: Config, model_config: Path | None = None) -> Models:
+    """The sizes of the models, as far as they are known here; of model.path from `model_config`."""
     models = Models({}, [], [])
     for role in config.models.values():
         try:
-            found = find_shape(role.path)
+            is_given = role.path == config.model.path
+            found = find_shape(role.path, model_config if is_given else None)
         except ValueError as error:
             models.problems.append(Problem(role.path_key, role.path, str(error)))
             continue
@@ -129,7 +133,7 @@ def _is_the_actors(role: ModelRole, config: Config) -> bool:
 def _unknown(role: ModelRole) -> Iterator[str]:
     """What to do about a model whose sizes are not known here."""
     yield f"{role.name}: {role.path}: its sizes are not known here, so memory is not checked"
-    elsewhere = "or add its sizes to configs/model_shapes.yaml"
+    elsewhere = "or name it with --model_config, or add its sizes to configs/model_shapes.yaml"
     if is_hub_name(role.path):
         yield f"  next: hf download {role.path} config.json (a few kB), {elsewhere}"
     else:

@@ -26,23 +26,29 @@ UTILIZATION = "rollout.gpu_memory_utilization"
 
 
 def remedy(plan: Plan) -> str:
-    """What makes all phases fit: few settings that are not made yet, else more ranks.
+    """What makes all phases fit: few settings that are not made yet, else more ranks."""
+    if found := settings_that_fit(plan):
+        return f"it fits with {_in_words(plan, found)}"
+    ranks = plan.dims.world_size
+    while (ranks := ranks * 2) <= MOST_RANKS:
+        larger_plan = on_ranks(plan, ranks)
+        for settings in ({}, _together(_ladder(larger_plan))):
+            if (found := _that_fits(larger_plan, settings)) is not None:
+                more = f" with {_in_words(plan, found)}" if found else ""
+                return f"it fits on {ranks} ranks{more}"
+    return "it fits on no number of ranks: take a smaller model, or shorter sequences"
+
+
+def settings_that_fit(plan: Plan) -> Settings | None:
+    """Few settings with which all phases fit; none where they do as it is, None where none help.
 
     Each step of the ladder is tried alone, then with all cheaper ones, of which those that are not
     needed are left out again.
     """
     ladder = _ladder(plan)
     tries = [t for k, step in enumerate(ladder, 1) for t in (step, _together(ladder[:k]))]
-    for settings in ({}, *tries):
-        if found := _that_fits(plan, settings):
-            return f"it fits with {_in_words(plan, found)}"
-    ranks = plan.dims.world_size
-    while (ranks := ranks * 2) <= MOST_RANKS:
-        for settings in ({}, _together(ladder)):
-            if (found := _that_fits(_on(plan, ranks), settings)) is not None:
-                more = f" with {_in_words(plan, found)}" if found else ""
-                return f"it fits on {ranks} ranks{more}"
-    return "it fits on no number of ranks: take a smaller model, or shorter sequences"
+    found = (_that_fits(plan, settings) for settings in ({}, *tries))
+    return next((settings for settings in found if settings is not None), None)
 
 
 def fits(plan: Plan) -> bool:
@@ -54,25 +60,27 @@ def fits(plan: Plan) -> bool:
 
 def _ladder(plan: Plan) -> list[Settings]:
     """Settings that take memory off the device, from the cheapest, but for those that are made."""
-    config = plan.config
-    trained = [role.section for role in config.models.values() if role.is_trained]
-    optimizer = {f"{name}.fsdp.optimizer_offload": True for name in trained}
-    param = {f"{name}.fsdp.param_offload": True for name in trained}
-    policy = {f"{name}.fsdp.offload_policy": True for name in trained}
-    no_other = dict.fromkeys((*optimizer, *param), False)
-    made = values_of(config)
+    made = values_of(plan.config)
     ladder: list[Settings] = [
         {"model.enable_gradient_checkpointing": True},
         *_larger_groups(plan),
         *_budgets(plan),
-        *({"rollout.tensor_model_parallel_size": n} for n in _larger(plan, plan.dims.rollout_tp)),
-        optimizer,
-        {**optimizer, **param},
-        {**policy, **no_other},
+        *({"rollout.tensor_model_parallel_size": n} for n in larger(plan, plan.dims.rollout_tp)),
+        *offloads(plan),
         {"model.enable_activation_offload": True},
-        *({"actor.ulysses_sequence_parallel_size": n} for n in _larger(plan, plan.dims.sp)),
+        *({"actor.ulysses_sequence_parallel_size": n} for n in larger(plan, plan.dims.sp)),
     ]
     return [step for step in ladder if any(made[key] != value for key, value in step.items())]
+
+
+def offloads(plan: Plan) -> list[Settings]:
+    """What of the trained models may rest on the host, from what costs the least time."""
+    trained = [role.section for role in plan.config.models.values() if role.is_trained]
+    optimizer = {f"{name}.fsdp.optimizer_offload": True for name in trained}
+    param = {f"{name}.fsdp.param_offload": True for name in trained}
+    policy = {f"{name}.fsdp.offload_policy": True for name in trained}
+    no_other = dict.fromkeys((*optimizer, *param), False)
+    return [optimizer, {**optimizer, **param}, {**policy, **no_other}]
 
 
 def _larger_groups(plan: Plan) -> Iterator[Settings]:
@@ -89,7 +97,7 @@ def _larger_groups(plan: Plan) -> Iterator[Settings]:
         yield {size: dims.world_size}
 
 
-def _larger(plan: Plan, degree: int) -> list[int]:
+def larger(plan: Plan, degree: int) -> list[int]:
     """Larger degrees than this one that heads and ranks of a node allow."""
     ranks = plan.dims.ranks_per_node
     return [n for n in plan.actor.degrees if n > degree and ranks % n == 0]
@@ -125,21 +133,21 @@ def _together(steps: list[Settings]) -> Settings:
 
 def _that_fits(plan: Plan, settings: Settings) -> Settings | None:
     """Those of the settings that it needs to fit, and another share for the engine if need be."""
-    tried = _with(plan, settings)
+    tried = changed(plan, settings)
     if tried.dims.problems():
         return None
     if not fits(tried) and (share := _engine_share(tried)) is not None:
         settings = {**settings, UTILIZATION: share}
-        tried = _with(plan, settings)
+        tried = changed(plan, settings)
     if not fits(tried):
         return None
     for key in reversed(list(settings)):
         fewer = {name: value for name, value in settings.items() if name != key}
-        if fits(_with(plan, fewer)):
+        if fits(changed(plan, fewer)):
             settings = fewer
-    larger = (n for n in divisors(settings.get(SHARD_SIZE, 0)) if n > plan.dims.shard_size)
-    smallest_first = ({**settings, SHARD_SIZE: n} for n in larger)
-    return next((each for each in smallest_first if fits(_with(plan, each))), settings)
+    sizes = (n for n in divisors(settings.get(SHARD_SIZE, 0)) if n > plan.dims.shard_size)
+    smallest_first = ({**settings, SHARD_SIZE: n} for n in sizes)
+    return next((each for each in smallest_first if fits(changed(plan, each))), settings)
 
 
 def _engine_share(plan: Plan) -> float | None:
@@ -149,20 +157,25 @@ def _engine_share(plan: Plan) -> float | None:
     if over > 0:
         wanted = math.floor(100 * (plan.config.rollout.gpu_memory_utilization - over / device))
     else:
-        itemsize, tp = ITEM_BYTES[plan.config.rollout.dtype], plan.dims.rollout_tp
-        weights = plan.actor.num_params * itemsize / tp
-        cache = (kv_context(plan) + KV_PAGE) * plan.actor.kv_bytes_per_token(
-            tp=tp, itemsize=itemsize
-        )
-        wanted = math.ceil(100 * (weights + cache) / device)
+        return share_of_engine(plan, kv_context(plan))
     return wanted / 100 if 1 <= wanted < 100 else None
 
 
-def _with(plan: Plan, settings: Settings) -> Plan:
-    return _on(replace(plan, config=with_values(plan.config, settings)), plan.dims.world_size)
+def share_of_engine(plan: Plan, tokens: int) -> float | None:
+    """gpu_memory_utilization whose cache holds so many tokens; None where none does."""
+    itemsize, tp = ITEM_BYTES[plan.config.rollout.dtype], plan.dims.rollout_tp
+    weights = plan.actor.num_params * itemsize / tp
+    cache = (tokens + KV_PAGE) * plan.actor.kv_bytes_per_token(tp=tp, itemsize=itemsize)
+    wanted = math.ceil(100 * (weights + cache) / plan.device_bytes)
+    return wanted / 100 if 1 <= wanted < 100 else None
 
 
-def _on(plan: Plan, ranks: int) -> Plan:
+def changed(plan: Plan, settings: Settings) -> Plan:
+    """The plan with these settings; shard groups that are left open have a size."""
+    return on_ranks(replace(plan, config=with_values(plan.config, settings)), plan.dims.world_size)
+
+
+def on_ranks(plan: Plan, ranks: int) -> Plan:
     """The same on more ranks: nodes of eight, unless they are larger."""
     per_node = plan.dims.ranks_per_node
     if ranks > plan.dims.world_size:

@@ -10,6 +10,7 @@ from ppo.config.load import (
     find_config,
     from_yaml,
     load_config,
+    preset_of,
     to_yaml,
     unusual_values,
 )
@@ -115,6 +116,7 @@ __all__ = [
     "load_config",
     "parse_args",
     "parse_rule",
+    "preset_of",
     "to_yaml",
     "unusual_values",
     "values_of",

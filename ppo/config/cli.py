@@ -26,13 +26,17 @@ class CommandLine(NamedTuple):
     """What the command line says."""
 
     config: str
-    """name of the YAML file"""
+    """name of the YAML file; empty where one is to be suggested"""
     overrides: list[str]
     """`key.sub=value`, with or without leading dashes"""
     check: bool
-    """print the plan and end"""
+    """plan, print and end"""
     verbose: bool
     """print all of it"""
+    model_config: Path | None = None
+    """config.json of model.path, for --check and --suggest"""
+    suggest: str = ""
+    """the algorithm of a configuration that is to be suggested for the model and the machine"""
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -47,6 +51,7 @@ Train with PPO; every rank runs this program.
 
     python train_ppo.py --config ppo_tiny.yaml                        # a random model, on a CPU
     python train_ppo.py --config ppo.yaml --check                     # plan: mesh, batches, memory
+    python train_ppo.py --suggest --model Qwen/Qwen3-8B --gpus 8      # a file that passes --check
     torchrun --nproc_per_node=8 train_ppo.py --config ppo.yaml actor.optim.lr=2e-6
     torchrun --nproc_per_node=8 train_ppo.py --config ppo.yaml        # again: it resumes
 
@@ -58,9 +63,10 @@ Exit code: 0 finished, stopped or checked; 2 wrong configuration, data or weight
 def parse_args(argv: Sequence[str], *, description: str = TRAIN) -> CommandLine:
     """Options of train_ppo.py; what is not an option is an override. Raises ConfigError.
 
-    The options that say which machine --check plans for are overrides of the section `check`.
+    The options that say which machine --check plans for are overrides of the section `check`, as
+    --model is one of model.path.
     """
-    parser = build_parser(description)
+    parser = build_parser(description, needs_config="--suggest" not in argv)
     group = parser.add_argument_group("plan without running anything")
     group.add_argument("--check", action="store_true", help="print the plan and end: exit 0 or 2")
     group.add_argument("-v", "--verbose", action="store_true", help="print all of the plan")
@@ -72,12 +78,53 @@ def parse_args(argv: Sequence[str], *, description: str = TRAIN) -> CommandLine:
     for option, letter, meaning in machine.values():
         names = dict.fromkeys((option, option.replace("_", "-")))
         group.add_argument(*names, metavar=letter, help=meaning)
+    names, meaning = ("--model_config", "--model-config"), "config.json of a model that is not here"
+    group.add_argument(*names, metavar="FILE", type=file, help=meaning)
+    _add_suggest(parser)
     known, rest = parser.parse_known_args(list(argv))
     overrides = join_values(rest)
     for name in machine:
         if (value := getattr(known, name)) is not None:
             overrides.append(f"check.{name}={value}")
-    return CommandLine(known.config, overrides, known.check, known.verbose)
+    if known.suggest:
+        overrides[:0] = _wish(parser, known)
+    elif wrong := [n for n in ("model", "gpus", "algorithm") if getattr(known, n) is not None]:
+        parser.error(f"--{wrong[0]} belongs to --suggest")
+    return CommandLine(
+        known.config or "",
+        overrides,
+        known.check or known.suggest,
+        known.verbose,
+        known.model_config,
+        (known.algorithm or "ppo") if known.suggest else "",
+    )
+
+
+def _add_suggest(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "print a configuration that fits: --suggest --model NAME --gpus N [key.sub=value ...]"
+    )
+    group.add_argument("--suggest", action="store_true", help="print it and end: exit 0 or 2")
+    group.add_argument("--model", metavar="NAME", help="folder or hub name")
+    group.add_argument("--gpus", metavar="N", type=int, help="devices; more than 8: nodes of 8")
+    names = "ppo, dapo, or an algorithm.adv_estimator"
+    group.add_argument("--algorithm", metavar="NAME", help=f"{names}; default ppo")
+
+
+def _wish(parser: argparse.ArgumentParser, known: argparse.Namespace) -> list[str]:
+    """The overrides that --model and --gpus stand for."""
+    if known.config is not None or known.model is None:
+        parser.error("--suggest needs --model NAME, and no --config")
+    found = [f"model.path={known.model}"]
+    gpus = known.gpus
+    if gpus is not None:
+        nodes, per_node = (1, gpus) if gpus <= 8 else (gpus // 8, 8)
+        if gpus < 1 or nodes * per_node != gpus:
+            parser.error(
+                "--gpus is 1 to 8, or a multiple of 8: --nnodes, --nproc_per_node say more"
+            )
+        found += [f"check.nnodes={nodes}", f"check.nproc_per_node={per_node}"]
+    return found
 
 
 def join_values(words: Sequence[str]) -> list[str]:
@@ -96,7 +143,7 @@ def join_values(words: Sequence[str]) -> list[str]:
     return joined
 
 
-def build_parser(description: str) -> ArgumentParser:
+def build_parser(description: str, *, needs_config: bool = True) -> ArgumentParser:
     """A parser with --config; pass what it does not know on as overrides."""
     parser = ArgumentParser(
         description=description,
@@ -106,7 +153,10 @@ def build_parser(description: str) -> ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--config", required=True, metavar="FILE", help="YAML file: as given, else in configs/"
+        "--config",
+        required=needs_config,
+        metavar="FILE",
+        help="YAML file: as given, else in configs/",
     )
     return parser
 
@@ -114,6 +164,14 @@ def build_parser(description: str) -> ArgumentParser:
 def for_users(docstring: str | None) -> str:
     """A program's docstring as --help shows it: without what it says to readers of its code."""
     return (docstring or "").partition("\n\nOwns ")[0]
+
+
+def file(text: str) -> Path:
+    """The type of an option that names a file that is there."""
+    found = path(text)
+    if not found.is_file():
+        raise argparse.ArgumentTypeError(f"{text}: no such file")
+    return found
 
 
 def path(text: str) -> Path:

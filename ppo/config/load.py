@@ -74,6 +74,22 @@ def to_yaml(config: Config) -> str:
     return dump(nest({path: _as_given(value) for path, value in flatten(config).items()}))
 
 
+def preset_of(config: Config, *, said: Sequence[str] = ()) -> str:
+    """YAML of what differs from the defaults, and of the keys `said`; loading it gives an equal
+    configuration, but for trainer.experiment_name."""
+    values, shown = flatten(config), {}
+    for path, key in schema().items():
+        usual = key.default
+        if key.derive is not None:
+            parts = [values[source] for source in key.derive.paths]
+            usual = (
+                parts[0] if key.derive.times == len(parts) == 1 else key.derive.times * sum(parts)
+            )
+        if path in said or key.required or values[path] != usual:
+            shown[path] = _as_given(values[path])
+    return dump(nest(shown))
+
+
 def _as_given(value: Any) -> Any:
     """Sections that stand in a mapping as mappings."""
     if not isinstance(value, dict):
