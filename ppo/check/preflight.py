@@ -45,22 +45,25 @@ def run_check(options: CommandLine) -> int:
     """All of `--check`: loads the file, prints the plan or every problem; returns the exit code."""
 
     file = options.model_config
-
-    def rules(config: Config) -> list[Problem]:
-        ranks = config.check.nproc_per_node
-        world_size = ranks * config.check.nnodes
-        return [
-            *check_config(config, world_size=world_size, ranks_per_node=ranks),
-            *wrong_contents(config, file),
-            *row_problems(config),
-        ]
-
     try:
-        config = load_config(options.config, options.overrides, check=rules)
+        config = load_config(
+            options.config, options.overrides, check=lambda config: problems_of(config, file)
+        )
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     return report(config, verbose=options.verbose, model_config=file)
+
+
+def problems_of(config: Config, model_config: Path | None = None) -> list[Problem]:
+    """What cannot work on the machine of `check`, and what is wrong in files that are here."""
+    ranks = config.check.nproc_per_node
+    world_size = ranks * config.check.nnodes
+    return [
+        *check_config(config, world_size=world_size, ranks_per_node=ranks),
+        *wrong_contents(config, model_config),
+        *row_problems(config),
+    ]
 
 
 def report(config: Config, *, verbose: bool, model_config: Path | None = None) -> int:

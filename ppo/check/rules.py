@@ -182,6 +182,13 @@ def _pairs(config: Config) -> Iterator[Problem]:
         betas = getattr(config, name).optim.betas
         if len(betas) != 2:
             yield Problem(f"{name}.optim.betas", betas, "must be two numbers", "use [0.9, 0.999]")
+    loss = config.actor.policy_loss
+    if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
+        yield Problem(
+            "actor.policy_loss.clip_cov_lb",
+            loss.clip_cov_lb,
+            f"must be below actor.policy_loss.clip_cov_ub ({loss.clip_cov_ub})",
+        )
     control = config.algorithm.kl_ctrl
     if control.type != "fixed" and control.min > control.max:
         yield Problem(

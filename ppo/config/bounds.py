@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, get_args, get_origin
 
 
@@ -101,6 +102,7 @@ class PathRule:
         length = sum(map(len, names)) + len(names) - 1
         return (
             0 < length <= self.most_bytes
+            and not text.isspace()
             and max(map(len, names)) <= self.most_of_a_name
             and not any(ord(letter) < 32 for letter in text)
         )
@@ -186,7 +188,11 @@ NonEmpty = Annotated[str, TextRule("a text that is not empty", r".+")]
 """perhaps white space"""
 Text = Annotated[str, TextRule("a text with a word in it", r".*\S.*")]
 MetricName = Annotated[
-    str, TextRule("the name of a metric, behind a minus if lower is better", r"-?[^\s-].*")
+    str, TextRule("the name of a metric, behind a minus if lower is better", r"-?[A-Za-z].*")
+]
+PythonName = Annotated[str, TextRule("a Python name", r"[^\W\d]\w*")]
+JinjaText = Annotated[
+    str, TextRule("a Jinja template, the text itself: {{ messages[0].content }}", r".*\{[{%].*")
 ]
 
 
@@ -231,6 +237,7 @@ def unusual(hint: Any, value: Any) -> Bound | None:
     )
 
 
+@cache
 def rules(hint: Any) -> list[Rule]:
     """The rules anywhere inside an annotation."""
     return [mark for mark in marks(hint) if isinstance(mark, Rule)]

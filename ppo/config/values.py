@@ -204,7 +204,7 @@ def _coerce_bool(raw: str) -> bool:
 def _coerce_int(raw: str) -> int:
     if _LEADING_ZERO.fullmatch(raw):
         raise Mismatch("must be a whole number", "write it without the leading zero")
-    if not _is_number(raw) or not (_INT.fullmatch(raw) or float(raw) % 1 == 0):
+    if not _is_number(raw) or not (_INT.fullmatch(raw) or float(raw) % 1 == 0) or _vanishes(raw):
         raise Mismatch("must be a whole number")
     if abs(float(raw)) >= 2**63:
         raise Mismatch("must be a whole number of at most 19 digits")
@@ -218,7 +218,14 @@ def _coerce_float(raw: str) -> float:
         raise Mismatch("must be a number")
     if not math.isfinite(float(raw)):
         raise Mismatch("must be a number below 1.8e308")
+    if _vanishes(raw):
+        raise Mismatch("must be 0, or a number of at least 1e-308")
     return float(raw)
+
+
+def _vanishes(raw: str) -> bool:
+    """Whether a number that is not 0 would be read as 0."""
+    return float(raw) == 0 and re.search("[1-9]", raw.lower().partition("e")[0]) is not None
 
 
 _SCALARS = {bool: _coerce_bool, int: _coerce_int, float: _coerce_float, str: str}

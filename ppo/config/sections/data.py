@@ -12,6 +12,7 @@ from ppo.config.bounds import (
     Length,
     PositiveInt,
     Prompts,
+    PythonName,
     Samples,
     Seed,
     Temperature,
@@ -27,7 +28,7 @@ class CustomClassConfig(Section):
 
     path: FilePath | None = None
     """Python file; null = the built-in class"""
-    name: Text | None = None
+    name: PythonName | None = None
     """name of the class in that file"""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
-from ppo.config.bounds import Bound, FilePath, NonNegativeInt, Text, UnitInterval
+from ppo.config.bounds import Bound, FilePath, JinjaText, NonNegativeInt, TextRule, UnitInterval
 from ppo.config.fields import MayChange, Section, derived
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -52,7 +52,7 @@ class ModelConfig(Section):
     """keys of the model's config.json to replace"""
     dtype: Dtype = "float32"
     """master weights; gradients follow, and Adam's moments unless optim.state_dtype says more"""
-    attn_implementation: Text = "auto"
+    attn_implementation: Annotated[str, TextRule("the name of a function", r"[A-Za-z].*")] = "auto"
     """HF attention function; auto = packed varlen attention where it exists"""
     enable_gradient_checkpointing: MayChange[bool] = True
     """recompute each layer in the backward pass: less memory, about a third more time"""
@@ -62,7 +62,7 @@ class ModelConfig(Section):
     """pack sequences into one row instead of padding them"""
     verify_forward: MayChange[bool] = True
     """compare a small copy of the model with transformers' own forward before it is loaded"""
-    custom_chat_template: Text | None = None
+    custom_chat_template: JinjaText | None = None
     """Jinja text that replaces the tokenizer's chat template; null = the tokenizer's"""
     lora_rank: LoraRank = 0
     """rank of the adapters that are trained in the place of the model (LoRA), which stays as it is,

@@ -12,9 +12,10 @@ from ppo.config.bounds import (
     Bound,
     FilePath,
     FollowingBudget,
+    JinjaText,
     Length,
     NonNegative,
-    Text,
+    PythonName,
     UnitInterval,
     Weight,
 )
@@ -28,7 +29,7 @@ class RewardFunctionConfig(Section):
 
     path: list[FilePath] | None = None
     """Python file, or several; null = built-in scorers, picked by data_source"""
-    name: list[Text] = field(default_factory=lambda: ["compute_score"])
+    name: list[PythonName] = field(default_factory=lambda: ["compute_score"])
     """name of the function in that file, or several: one for each file, or all in one file"""
     weights: list[Weight] | None = None
     """of each function in the sum; null = all 1"""
@@ -46,7 +47,7 @@ class RewardModelConfig(Section):
     """score with a reward model"""
     path: FilePath | None = None
     """HF folder or hub name of a sequence classification model; `tiny` = a seeded random one"""
-    chat_template: Text | None = None
+    chat_template: JinjaText | None = None
     """Jinja text that replaces its tokenizer's chat template; null = the tokenizer's"""
     max_token_len_per_gpu: MayChange[FollowingBudget] = derived(
         "actor.log_prob_max_token_len_per_gpu"

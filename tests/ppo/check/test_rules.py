@@ -109,6 +109,8 @@ def test_the_defaults_are_right():
         (["reward.overlong_buffer.len=513"], "reward.overlong_buffer.len", ["(512)"]),
         (["algorithm.kl_ctrl.type=step", "algorithm.kl_ctrl.min=11"],
          "algorithm.kl_ctrl.min", ["algorithm.kl_ctrl.max"]),
+        (["actor.policy_loss.loss_mode=clip_cov", "actor.policy_loss.clip_cov_lb=5"],
+         "actor.policy_loss.clip_cov_lb", ["clip_cov_ub (5.0)"]),
         (["trainer.val_only=true"], "data.val_files", ["validation data"]),
         (["trainer.keep_best=val-core/tiny/reward/mean@1"], "trainer.keep_best", ["val_files"]),
         (["data.val_sets={a: {files: tiny, max_response_length: 513}}"],

@@ -61,8 +61,42 @@ def test_ppo_yaml_lists_every_key_with_its_default_and_a_comment():
     "path", sorted([*CONFIGS.glob("*po*.yaml"), *CONFIGS.glob("tiny/*.yaml")]), ids=str
 )
 def test_every_preset_loads_and_says_how_it_is_run(path):
-    load_config(path)
+    config = load_config(path)
     header = path.read_text().split("\n\n")[0]
     assert f"--config {path.relative_to(CONFIGS)}" in header
     assert "hardware" in header
     assert "data" in header
+    if config.trainer.device != "cpu":
+        assert "not run by us" in header
+        nodes, ranks = config.check.nnodes, config.check.nproc_per_node
+        assert f"--nproc_per_node={ranks} " in header
+        assert nodes == 1 or f"--nnodes={nodes} " in header
+        assert f"{config.check.device_memory_gib:g} GB" in header
+        if path.name != "ppo.yaml":
+            words = re.findall(r"^#   (\w+) ", header, re.MULTILINE)
+            assert words == ["hardware", "data", "check", "train", "expect", "values", "run"]
+
+
+def readme() -> str:
+    return (CONFIGS / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_lists_every_file():
+    for path in [*CONFIGS.glob("*.yaml"), *CONFIGS.glob("tiny/*.yaml")]:
+        assert f"`{path.name}`" in readme(), path.name
+
+
+def test_the_thresholds_of_the_readme_are_those_of_alarms_and_guards():
+    rows = [line.split("|")[1:4] for line in readme().partition("## Thresholds")[2].splitlines()]
+    of_metric = {
+        name: (alarm, guard)
+        for metrics, alarm, guard in (row for row in rows if len(row) == 3)
+        for name in re.findall(r"`([\w/]+)`", metrics)
+    }
+    config = load_config(None, ["model.path=tiny", "data.train_files=tiny"])
+    for rule in config.trainer.alarms.rules():
+        if rule.condition == "above":
+            assert f"{rule.threshold:g}" in of_metric[rule.metric][0], rule
+    for rule in config.guards.all_rules():
+        if rule.condition == "above":
+            assert f"{rule.threshold:g}" in of_metric[rule.metric][1], rule
