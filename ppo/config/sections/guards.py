@@ -156,7 +156,7 @@ def parse_rule(raw: Mapping[str, Any], *, max_fires: int) -> Rule:
     unknown = sorted(set(raw) - set(_KEYS))
     if unknown:
         raise ValueError(f"{unknown[0]} is no key of a rule, which are {', '.join(_KEYS)}")
-    if not isinstance(raw.get("metric"), str) or not raw["metric"]:
+    if not isinstance(raw.get("metric"), str) or not raw["metric"][:1].isalpha():
         raise ValueError("needs metric: a name of ppo/README.md's table")
     given: list[Condition] = [name for name in get_args(Condition) if name in raw]
     if len(given) != 1:

@@ -106,6 +106,7 @@ def test_the_defaults_are_right():
          "guards.rules[0]", ["scale_lr and set_lr", "leave one out"]),
         (["guards.rules=[{metric: actor/grad_norm, above: 5, action: [warn, rollback, warn]}]"],
          "guards.rules[0]", ["warn stands twice"]),
+        (["guards.rules=[{metric: .inf, above: 5, action: warn}]"], "guards.rules[0]", ["a name"]),
         (["reward.overlong_buffer.len=513"], "reward.overlong_buffer.len", ["(512)"]),
         (["algorithm.kl_ctrl.type=step", "algorithm.kl_ctrl.min=11"],
          "algorithm.kl_ctrl.min", ["algorithm.kl_ctrl.max"]),
