@@ -4,7 +4,7 @@
 
 For each model and cluster the first of some settings that fits: one engine on 1, 2, 4, 8 GPUs, then
 the same with the optimizers on the host. configs/ppo.yaml otherwise (PPO with a critic of the
-model's size, 512 + 512 tokens), and without critic (GRPO, eight responses).
+model's size, 512 + 512 tokens) / without critic (GRPO, eight responses).
 """
 
 import argparse
@@ -64,9 +64,10 @@ def table() -> Iterator[str]:
     yield "| Model | " + " | ".join(f"{n * g} x {m} GB" for n, g, m in CLUSTERS) + " |"
     yield "| --- |" + " --: |" * len(CLUSTERS)
     for model in MODELS:
-        for name, settings in (("PPO", ()), ("GRPO", GRPO)):
-            cells = [cell(model, cluster, settings) for cluster in CLUSTERS]
-            yield f"| {model.split('/')[1]}, {name} | {' | '.join(cells)} |"
+        pairs = [
+            f"{cell(model, cluster, ())} / {cell(model, cluster, GRPO)}" for cluster in CLUSTERS
+        ]
+        yield f"| {model.split('/')[1]} | {' | '.join('-' if p == '- / -' else p for p in pairs)} |"
 
 
 def main() -> None:
