@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -205,6 +206,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Pickle runs what it names; this one knows only the names that DCP's index consists of."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         found = super().find_class(module, name) if module.split(".")[0] in _MODULES else None
         known = (
             module == "torch.distributed.checkpoint.metadata"
@@ -214,6 +217,13 @@ class _MetadataUnpickler(pickle.Unpickler):
         if not known:
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index")
         return found
+
+
+def _enum_member(kind: Any, name: Any) -> Any:
+    """What `getattr` does in an index: Python 3.11.0 to 3.11.3 pickle a member of an enum so."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"{name!r} of {kind!r} does not belong into an index")
+    return kind[name]
 
 
 _MODULES = ("torch", "pathlib")

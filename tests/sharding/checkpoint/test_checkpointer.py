@@ -1,5 +1,6 @@
 """Checkpoints over ranks: what comes back, what is kept, and what a fault leaves behind."""
 
+import copyreg
 import json
 import logging
 import os
@@ -8,6 +9,7 @@ import resource
 import shutil
 import threading
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
@@ -321,7 +324,25 @@ class _Harmful:
     target: Any = None
 
 
-def test_an_index_that_would_run_code_is_refused(tmp_path):
+class _GetsAttribute:
+    def __reduce__(self) -> tuple:
+        return getattr, (Metadata, "__init__")
+
+
+def _write_as_python_3_11_2_does(index: Path) -> None:
+    """Members of enums as getattr(class, name), which is what Debian 12's Python writes."""
+    metadata = pickle.loads(index.read_bytes())  # our own
+    found = BytesIO()
+    pickler = pickle.Pickler(found)
+    pickler.dispatch_table = copyreg.dispatch_table | {
+        _MEM_FORMAT_ENCODING: lambda member: (getattr, (type(member), member.name))
+    }
+    pickler.dump(metadata)
+    assert b"getattr" in found.getvalue()
+    index.write_bytes(found.getvalue())
+
+
+def test_an_index_that_would_run_code_is_refused_and_one_of_any_python_is_read(tmp_path):
     _Harmful.target = str(tmp_path / "harmed")
     with init_distributed(CPU):
         mesh = _mesh(1)
@@ -330,9 +351,14 @@ def test_an_index_that_would_run_code_is_refused(tmp_path):
         checkpointer.save(1, {"actor": model}, {"actor": optimizer}, {})
         path = checkpointer.latest()
         assert path is not None
-        (path / "tensors" / ".metadata").write_bytes(pickle.dumps(_Harmful()))
-        with pytest.raises(CheckpointError, match="does not belong into an index"):
-            checkpointer.load(path, {"actor": model}, {})
+        index = path / "tensors" / ".metadata"
+        _write_as_python_3_11_2_does(index)
+        checkpointer.load(path, {"actor": model}, {})
+        harmful = _Harmful(), _GetsAttribute()
+        for content in harmful:
+            index.write_bytes(pickle.dumps(content))
+            with pytest.raises(CheckpointError, match="does not belong into an index"):
+                checkpointer.load(path, {"actor": model}, {})
     assert not (tmp_path / "harmed").exists()
 
 
