@@ -225,6 +225,8 @@ def _rollout(config: Config) -> Iterator[str]:
     for key in ENGINE_TRAITS[engine].unused:
         if getattr(rollout, key) != getattr(default, key):
             yield f"rollout.{key} has no effect with rollout.engine {engine}"
+    if not rollout.has_episodes and rollout.episode != default.episode:
+        yield "rollout.episode has no effect without rollout.episode.path"
     if config.parallel.align_to_rollout and rollout.tensor_model_parallel_size == 1:
         yield ("parallel.align_to_rollout has no effect with rollout.tensor_model_parallel_size 1")
 

@@ -219,6 +219,7 @@ def test_all_problems_are_found_at_once():
         (["rollout.val_kwargs.n=4"], "equal responses"),
         (["rollout.engine=torch", "rollout.engine_kwargs={a: 1}"], "engine_kwargs has no effect"),
         (["parallel.align_to_rollout=true"], "align_to_rollout has no effect"),
+        (["rollout.episode.max_turns=3"], "rollout.episode has no effect"),
         (["actor.ppo_max_token_len_per_gpu=512", "critic.ppo_max_token_len_per_gpu=4096"],
          "micro-batch of its own"),
         (["actor.ppo_mini_batch_size=4", "critic.ppo_mini_batch_size=8"], "compute nothing"),
