@@ -151,7 +151,7 @@ def perf_metrics(
                 batch_flops(
                     model_size(learner.module),
                     batch.all.lengths.tolist(),
-                    num_scored=int(batch.all.response_lengths.sum()),
+                    num_scored=batch.all.num_sampled,
                     epochs=epochs,
                 ),
                 seconds=values.get(f"timing_s/update_{learner.name}", 0.0),

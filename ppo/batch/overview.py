@@ -34,6 +34,12 @@ class Overview:
         return len(self.group_ids)
 
     @property
+    def num_sampled(self) -> int:
+        """Response tokens that the policy has sampled, counted or not."""
+        observed = 0 if self.observed is None else int(self.observed.sum())
+        return int(self.response_lengths.sum()) - observed
+
+    @property
     def sample_ids(self) -> Tensor:
         """[B] number of the sample that each row belongs to."""
         return torch.arange(len(self)) if self.samples is None else self.samples

@@ -78,9 +78,8 @@ class Scorer:
         )
         own = own_results(samples)
         if self.config.uses_function:
-            results, given_up = self._function_results(samples)
-            others = {i: result for i, result in enumerate(results) if i not in own}
-            failures |= self._add_function_scores(samples, others, metrics)
+            results, given_up = self._function_results(samples, own)
+            failures |= self._add_function_scores(samples, results, metrics)
         if self.reward_model is not None and given_up is None:
             with metrics.timed("reward_model"):
                 scores = self.reward_model.score(samples, self.run)
@@ -196,15 +195,18 @@ class Scorer:
             return None
         return NodeScores(self.pool, prompts, n, self.run.mesh)
 
-    def _function_results(self, samples: Samples) -> tuple[list[RewardResult], str | None]:
-        """Results of the samples here.
+    def _function_results(
+        self, samples: Samples, own: Collection[int]
+    ) -> tuple[dict[int, RewardResult], str | None]:
+        """Results of the samples here by index, but for those that have one of their own.
 
         Also why scoring was given up before all had one; the same on every rank.
         """
+        asked = {i: n for i, n in enumerate(samples.numbers) if i not in own}
         scores: NodeScores | None = samples.scores_to_come
         if scores is None:
             scores = NodeScores(self.pool, samples.prompts, samples.n, self.run.mesh)
-            scores.add(dict(zip(samples.numbers, samples.texts, strict=True)))
+            scores.add({number: samples.texts[index] for index, number in asked.items()})
             scores.exchange()
         work = scores.wait(
             lambda failures: self._too_many(failures, samples.total),
@@ -214,7 +216,7 @@ class Scorer:
         results = scores.share(results)
         problems = gather(problem, self.run.mesh.host_group)
         return (
-            [results.get(number, NOT_SCORED) for number in samples.numbers],
+            {index: results.get(number, NOT_SCORED) for index, number in asked.items()},
             next((text for text in problems if text is not None), None),
         )
 

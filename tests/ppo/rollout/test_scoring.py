@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ppo.batch.conversations import Conversation
 from ppo.batch.samples import Samples
 from ppo.batch.shares import overview_of, share_out
 from ppo.config import load_config
@@ -88,6 +89,30 @@ def test_entries_of_a_dict_have_a_place_of_their_own_and_a_failed_sample_keeps_i
     assert (
         "data/a.jsonl, row 1, data_source 'src'\n  response: 'raise'\n  ground truth: 'abc'" in said
     )
+
+
+def test_a_score_that_an_episode_has_given_itself_is_the_reward_and_nothing_else_scores_it(
+    tmp_path,
+):
+    texts = ["abcd", "raise", "ab", "raise"]
+    metrics, samples = Metrics(), samples_of(texts)
+    told = [
+        Conversation([]),  # scored as a response is
+        Conversation([], score=-0.5, extra={"found": 1.0}),
+        Conversation([], failed="timeout", reason="no end after 600 s"),
+        Conversation([]),
+    ]
+    samples = replace(samples, conversations=told)
+    keys = ("reward.max_failed_fraction=1", "reward.weights.function=10")
+    with scorer_of(tmp_path, *keys, "rollout.episode.path=game.py") as scorer:
+        scorer.score(samples, metrics)
+    values = metrics.reduce()
+    assert samples.scores.tolist() == [40, -0.5, 0, 0]
+    assert samples.failed.tolist() == [False, False, True, True]
+    assert samples.components[1] == {"episode": -0.5, "extra/found": 1.0}
+    assert samples.failures[2] == "timeout: no end after 600 s"
+    assert (values["reward/failed"], values["reward/timeout"]) == (1, 1)
+    assert values["reward/extra/found"] == 1
 
 
 def test_a_failed_sample_is_shown_whole_once(tmp_path, caplog):
