@@ -14,7 +14,8 @@ from typing import Any
 
 from ppo.episodes.contract import EpisodeError
 from ppo.episodes.policy import Episode, Policy
-from ppo.episodes.tools import Tool, answer, as_text, schema_of
+from ppo.episodes.schemas import schema_of
+from ppo.episodes.tools import Tool, answer, as_text
 
 
 @dataclass

@@ -135,7 +135,8 @@ class EpisodePool:
         self._thread = threading.Thread(target=self._serve, name="episodes", daemon=True)
 
     def __enter__(self) -> Self:
-        check_program(self._program)
+        if self._num_workers:
+            check_program(self._program)
         with ExitStack() as on_error:
             self._thread.start()
             on_error.callback(self.close)

@@ -73,8 +73,8 @@ def read_score(value: Any) -> tuple[float | None, dict[str, float]]:
         return None, {}
     try:
         score = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"an episode returned {type(value).__name__}, not a number") from error
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"an episode returned {type(value).__name__}, not a number") from None
     if not math.isfinite(score):
         raise ValueError(f"an episode returned {score}, which is not finite")
     return score, {}

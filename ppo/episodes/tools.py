@@ -1,6 +1,6 @@
-"""Tools: what the model is told of them, how one is called within a time limit, what it answers.
+"""Tools: how one is called within a time limit, and what it answers.
 
-Owns schemas, threads of synchronous tools, and text out of whatever a tool returns. A tool may
+Owns threads of synchronous tools, and text out of whatever a tool returns. A tool may
 raise, hang, fork or return anything: the model is told, and nothing else happens. Must not know
 conversations or tokens.
 """
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from ppo.episodes.schemas import schema_of
 from ppo.episodes.tool_calls import ToolCall
 from ppo.rewards.forks import ended_in_children
 
@@ -93,24 +94,6 @@ def as_tool(given: Any) -> Tool:
             raise ValueError(f"a tool's schema needs function.name: {given!r}")
         return Tool(schema, None)
     return Tool(schema_of(given), given)
-
-
-def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """A function's schema, of its docstring (Google style) and types. Raises ValueError."""
-    from transformers.utils.chat_template_utils import (
-        DocstringParsingException,
-        TypeHintParsingException,
-        get_json_schema,
-    )
-
-    name = getattr(function, "__name__", repr(function))
-    try:
-        return get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException) as error:
-        raise ValueError(
-            f"the tool {name} cannot be described to the model: {error}; it needs a docstring that "
-            "describes every parameter under Args:, and their types"
-        ) from error
 
 
 async def answer(

@@ -151,7 +151,8 @@ class Worker:
             except StopIteration as end:
                 return end.value
             except (SystemExit, KeyboardInterrupt) as raised:
-                raise RuntimeError(repr(raised)) from raised
+                error = RuntimeError(repr(raised))
+                raise error.with_traceback(raised.__traceback__) from None
             finally:
                 self._steps = None
             value, error = None, None
