@@ -91,9 +91,10 @@ class Policy:
         self._shared, self._parent = shared, parent
         self._segment = shared.segments
         shared.segments += 1
-        self._tools: list[Tool] = list(parent._tools) if parent else []
+        self._tools: list[Tool] = []
         self._messages: list[dict[str, Any]] = list(parent._messages) if parent else []
-        self._turn: Turn | None = parent._turn if parent else None
+        self._turn: Turn | None = parent._turn if parent else None  # None: it has not begun
+        self._beginning: list[dict[str, Any]] = []  # messages that it will begin with
         self._used = parent._used if parent else 0  # tokens behind the prompt
         self._has_sampled = False
 
@@ -151,7 +152,7 @@ class Policy:
             self._observe(self._shared.chat.between(self._turn, said, schemas))
             self._messages += said
         else:
-            self._begin(said, schemas)
+            self._begin(self._beginning + said, schemas)
         return await self._sample(stop, max_tokens)
 
     async def complete(
@@ -164,7 +165,7 @@ class Policy:
         """Have the policy go on behind a text or ids, which are appended as they are."""
         self._take_turn()
         if self._turn is None:
-            self._begin([], None)
+            self._begin(self._beginning, [tool.schema for tool in self._tools] or None)
         ids = self._shared.chat.encode(as_text(text)) if isinstance(text, str) else list(text)
         if not all(0 <= token < self._shared.chat.num_ids for token in ids):
             raise ValueError(f"policy.complete: ids must lie below {self._shared.chat.num_ids}")
@@ -186,20 +187,24 @@ class Policy:
             raise ValueError("policy.reward: this conversation has no sampled token yet")
         self._shared.link.tell("reward", self._segment, value=number)
 
-    def branch(self, *messages: Message | Sequence[Message] | str) -> "Policy":
-        """Another conversation of this episode: with messages of its own, or, without, one that
-        goes on from here. It has the episode's score and counts in its group."""
+    def branch(
+        self,
+        *messages: Message | Sequence[Message] | str,
+        tools: Iterable[Any] | None = None,
+    ) -> "Policy":
+        """Another conversation of this episode: with messages of its own (and tools, else those of
+        this one), or, without, one that goes on from here. It has the episode's score and counts in
+        its group."""
         if self._shared.segments >= MOST_SEGMENTS:
             raise ValueError(f"an episode has at most {MOST_SEGMENTS} conversations")
         said = [self._fitting(message) for message in _flat(messages)]
-        if not said and self._turn is None:
-            self._begin([], [tool.schema for tool in self._tools] or None)
-        branch = Policy(self._shared, parent=None if said else self)
-        branch._tools = list(self._tools)
-        if said:
-            branch._begin(said, [tool.schema for tool in self._tools] or None)
-        else:
+        goes_on = not said and self._turn is not None
+        branch = Policy(self._shared, parent=self if goes_on else None)
+        branch._tools = list(self._tools) if tools is None else [as_tool(t) for t in tools]
+        if goes_on:
             self._shared.link.tell("fork", branch._segment, parent=self._segment)
+        else:
+            branch._beginning = said or list(self._beginning)
         return branch
 
     async def run_tools(self, reply: Reply) -> list[dict[str, Any]]:

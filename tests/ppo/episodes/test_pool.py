@@ -137,16 +137,17 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> EpisodeProgram:
 
 
 @pytest.fixture(scope="module")
-def pool(
-    program: EpisodeProgram, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EpisodePool]:
-    log = tmp_path_factory.mktemp("log") / "episodes.log"
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "episodes.log"
+
+
+@pytest.fixture(scope="module")
+def pool(program: EpisodeProgram, log: Path) -> Iterator[EpisodePool]:
     chat = format_of("Qwen2.5")
     with EpisodePool(program, chat, LIMITS, num_workers=2, log_path=log) as opened:
         yield opened
         pids = opened.pids
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    assert log.stat().st_size > 10_000_000  # what was printed
 
 
 def tool_script(said: dict[int, list[str]]):
@@ -161,7 +162,9 @@ def told(result: EpisodeResult) -> str:
     return [m for m in result.messages if m["role"] == "tool"][-1]["content"]
 
 
-def test_whatever_a_tool_does_the_model_is_told_and_other_episodes_go_on(pool: EpisodePool) -> None:
+def test_whatever_a_tool_does_the_model_is_told_and_other_episodes_go_on(
+    pool: EpisodePool, log: Path
+) -> None:
     said = {
         0: [call("adds", a=2, b=3), "1"],
         1: [bad("raise"), "1"],
@@ -182,6 +185,7 @@ def test_whatever_a_tool_does_the_model_is_told_and_other_episodes_go_on(pool: E
     start = time.monotonic()
     results = play(pool, [spec(number) for number in said], tool_script(said))
     assert time.monotonic() - start < 30
+    assert log.stat().st_size > 10_000_000  # what was printed
     texts = {number: told(result) for number, result in results.items() if number != 13}
     assert texts[0] == "5" and texts[14] == "3"
     assert "no such thing" in texts[1]
@@ -376,7 +380,8 @@ def test_branches_share_a_prefix_and_count_each_token_once(pool: EpisodePool) ->
     assert forked.sampled[:shared].all()
     assert "right" in text_of(main.ids) and "left" in text_of(forked.ids)
     assert forked.logprobs[:shared].tolist() == main.logprobs[:shared].tolist()
-    assert text_of(other.prompt_ids).endswith("Sum up: turn 0<|im_end|>\n<|im_start|>assistant\n")
+    wanted = f"<|im_start|>user\nSum up: turn 0{END}\n<|im_start|>assistant\n"
+    assert text_of(other.prompt_ids) == wanted
     assert not empty.counted.any() and len(empty.ids) == len(forked.ids)
     total = sum(int(segment.counted.sum()) for segment in result.segments)
     assert total == 4 * shared and result.counts["turns"] == 4 and result.counts["branches"] == 3

@@ -1,0 +1,177 @@
+"""Environments that were written for others, from their public documentation, run unchanged."""
+
+import json
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from ppo.episodes.contract import EpisodeProgram, EpisodeResult, EpisodeSpec, TurnRequest
+from ppo.episodes.pool import EpisodePool
+from tests.ppo.episodes.scripted import END, LIMITS, check_segment, ids_of, play, spec, text_of
+from tests.ppo.episodes.shapes import format_of
+
+# as the page on OpenEnv in TRL's documentation has its environments
+TRL = '''
+SECRET = "crane"
+
+class WordleEnv:
+    def __init__(self):
+        self.client = {"word": SECRET}
+
+    def reset(self, **kwargs) -> str | None:
+        self.reward = 0.0
+        self.done = False
+        self.ground_truth = kwargs["answer"]
+        return f"Guess a word of {len(self.ground_truth)} letters."
+
+    def guess(self, guess: str) -> str:
+        """
+        Make a guess in the Wordle environment.
+
+        Args:
+            guess: The guessed word, formatted as '[abcde]'
+
+        Returns:
+            The feedback message from the environment.
+        """
+        if self.done:
+            raise ValueError("Game over.")
+        self.done = guess.strip("[]") == self.ground_truth
+        self.reward = 1.0 if self.done else 0.1
+        return "right" if self.done else "wrong"
+
+    def _private(self):
+        pass
+'''
+# as the page on agent loops in verl's documentation has its tools
+VERL = '''
+from verl.tools.function_tool import function_tool
+from verl.tools.schemas import ToolResponse
+
+@function_tool
+def add(a: int, b: int) -> str:
+    """Add two numbers.
+
+    Args:
+        a: one
+        b: other
+    """
+    return str(a + b)
+
+@function_tool("look_up")
+async def search(query: str):
+    """Search.
+
+    Args:
+        query: what for
+    """
+    return ToolResponse(text=f"about {query}"), 0.5, {"hits": 1}
+
+@function_tool("raw", schema={"type": "function", "function": {"name": "raw", "parameters": {}}})
+def anything(**kwargs):
+    return {"got": sorted(kwargs)}
+'''
+OPENAI = """
+from ppo.episodes.openai_client import OpenAIClient
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+async def load(row, policy):
+    create = OpenAIClient(policy).chat.completions.create
+    messages = [{"role": "user", "content": "Look."}]
+    said = await create(model="m", messages=messages, tools=TOOLS, temperature=0.3, n=1)
+    choice = said.choices[0]
+    assert choice.finish_reason == "tool_calls" and said.usage.completion_tokens > 3
+    (call,) = choice.message.tool_calls
+    messages.append({"role": "assistant", "content": choice.message.content, "tool_calls": [call]})
+    messages.append({"role": "tool", "tool_call_id": call.id, "name": "look", "content": "a wall"})
+    said = await create(model="m", messages=messages, tools=TOOLS, max_completion_tokens=3)
+    assert said.choices[0].finish_reason == "length" and said.choices[0].message.tool_calls is None
+    other = await create(model="m", messages=[{"role": "user", "content": "Judge."}])
+    return float(other.choices[0].message.content)
+"""
+
+
+def run(
+    tmp_path: Path,
+    text: str,
+    name: str,
+    specs: Sequence[EpisodeSpec],
+    script: Callable[[TurnRequest], str],
+    seen: list[TurnRequest] | None = None,
+) -> dict[int, EpisodeResult]:
+    path = tmp_path / "mine.py"
+    path.write_text(textwrap.dedent(text))
+    program = EpisodeProgram(str(path), name)
+    limits = LIMITS._replace(max_prompt_length=2000, max_response_length=2000)
+    with EpisodePool(program, format_of("Qwen2.5"), limits, num_workers=1) as pool:
+        results = play(pool, specs, script, seen=seen)
+    for result in results.values():
+        assert result.failed is None, result.reason
+        for segment in result.segments:
+            check_segment(segment)
+    return results
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_an_environment_class_of_trl(tmp_path: Path) -> None:
+    guesses = [
+        [call("guess", guess="[slate]"), call("guess", guess="[crane]"), "I won."],
+        [call("guess", guess="[crane]"), call("guess", guess="[crane]"), "Oh."],
+        ["I do not play."],
+        [call("_private"), call("reset"), "Oh."],
+        [call("guess", guess="[slate]")] * 8,
+    ]
+    specs = [spec(i, "Play. ", answer="crane") for i in range(len(guesses))]
+    asked: list[TurnRequest] = []
+    results = run(tmp_path, TRL, "WordleEnv", specs, lambda r: guesses[r.episode][r.turn], asked)
+    assert [results[i].score for i in range(5)] == [1.0, 1.0, 0.0, 0.0, 0.1]
+    assert [results[i].finish for i in range(5)] == ["done"] * 4 + ["max_turns"]
+    assert [results[i].counts["tool_calls"] for i in range(5)] == [2, 2, 0, 2, 8]
+    assert [results[i].counts["parse_error"] for i in range(5)] == [0, 0, 0, 2, 0]
+    said = [m["content"] for m in results[1].messages if m["role"] == "tool"]
+    assert said == ["right", "Error: Game over."]
+    begun = text_of(next(request for request in asked if request.episode == 0).prompt_ids)
+    assert "Make a guess in the Wordle environment." in begun and "_private" not in begun
+    assert begun.endswith(f"user\nPlay. Guess a word of 5 letters.{END}\n<|im_start|>assistant\n")
+
+
+def test_a_file_of_function_tools_of_verl(tmp_path: Path) -> None:
+    turns = [
+        call("add", a=2, b=3) + call("look_up", query="x"),
+        call("raw", b=1, a=2),
+        "5",
+    ]
+    (result,) = run(tmp_path, VERL, "episode", [spec(0)], lambda r: turns[r.turn]).values()
+    said = [m["content"] for m in result.messages if m["role"] == "tool"]
+    assert said == ["5", "about x", '{"got": ["a", "b"]}']
+    (segment,) = result.segments
+    assert segment.turn_rewards == [(len(ids_of(turns[0])), 0.5)]
+    assert result.score is None  # reward.* scores its text
+    assert result.text.endswith("assistant\n5")
+
+
+@pytest.mark.parametrize("has_openai", [False, True])
+def test_a_client_as_openai_has_it(tmp_path: Path, has_openai: bool) -> None:
+    if has_openai:
+        pytest.importorskip("openai")
+    text = "import openai.types.chat\n" * has_openai + OPENAI
+
+    def script(request: TurnRequest) -> str:
+        return "7" if request.segment else [call("look"), "A wall it is."][request.turn]
+
+    asked: list[TurnRequest] = []
+    (result,) = run(tmp_path, text, "load", [spec(0)], script, asked).values()
+    main, other = result.segments
+    assert result.score == 7.0
+    # the second request goes on with the tokens of the first; the third is a branch
+    first, second, third = asked
+    assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+    assert main.prompt_ids == first.prompt_ids and other.prompt_ids == third.prompt_ids
+    assert second.max_tokens == 3 and "a wall" in text_of(second.prompt_ids)
+    assert "Judge." in text_of(third.prompt_ids) and third.segment == 1
