@@ -126,6 +126,7 @@ class EpisodePool:
         self._unfinished: set[int] = set()
         self._error: str | None = None
         self._num_ready = 0
+        self._held = 0
         self._closing = False
         # the pool's thread alone
         self._slots: list[_Slot] = []
@@ -170,6 +171,12 @@ class EpisodePool:
     def unfinished(self) -> int:
         """Episodes that have begun and whose results `poll` has not given."""
         return len(self._unfinished)
+
+    @property
+    def held(self) -> int:
+        """Unfinished episodes that ask for nothing until another has ended, as they wait for a
+        process: after one has died, or hangs. Nobody must wait for their turns."""
+        return self._held
 
     def begin(self, specs: Sequence[EpisodeSpec]) -> None:
         """Begin episodes; their numbers must not be those of unfinished ones."""
@@ -344,7 +351,7 @@ class EpisodePool:
             slot.heard = time.monotonic()
             slot.episodes[running.spec.number] = running
             self._send(slot, ("begin", running.spec))
-        self._queue = left
+        self._queue, self._held = left, len(left)
 
     def _receive(self) -> None:
         """Wait for messages for a moment, and take all that have come."""
