@@ -156,7 +156,7 @@ def test_a_file_of_function_tools_of_verl(tmp_path: Path) -> None:
     assert result.text.endswith("assistant\n5")
 
 
-@pytest.mark.parametrize("has_openai", [False, True])
+@pytest.mark.parametrize("has_openai", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_client_as_openai_has_it(tmp_path: Path, has_openai: bool) -> None:
     if has_openai:
         pytest.importorskip("openai")

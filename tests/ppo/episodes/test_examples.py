@@ -51,6 +51,7 @@ def test_a_calculator() -> None:
     assert said[1].startswith("Error: invalid syntax") and bad.counts["tool_error"] == 2
 
 
+@pytest.mark.full  # importing reasoning-gym takes seconds
 def test_another_try() -> None:
     pytest.importorskip("reasoning_gym")
     row = {"data_source": "reasoning_gym/chain_sum", "ground_truth": "12", "metadata": "{}"}
