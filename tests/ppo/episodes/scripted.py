@@ -18,7 +18,9 @@ from ppo.episodes.contract import (
 from ppo.episodes.pool import EpisodePool
 from tests.ppo.episodes.shapes import core, id_of
 
-LIMITS = Limits(max_prompt_length=200, max_response_length=1000, tool_timeout_s=1.0, timeout_s=20.0)
+LIMITS = Limits(
+    max_prompt_length=200, max_response_length=1000, tool_timeout_s=20.0, timeout_s=60.0
+)
 END = "<|im_end|>"
 Script = Callable[[TurnRequest], str | tuple[str, Finish]]
 
