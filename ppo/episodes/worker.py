@@ -60,8 +60,8 @@ class Worker:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._steps: int | None = None
         """the episode whose code has the event loop"""
-        self._beat = time.monotonic()
-        """when the event loop last had time for what is not an episode's"""
+        self._has_beaten = True
+        """whether the event loop has had time for what is not an episode's"""
 
     async def serve(self) -> None:
         """Take episodes and replies, for ever: the process ends with its socket."""
@@ -85,16 +85,21 @@ class Worker:
             os._exit(0)
 
     def _sign_of_life(self, loop: asyncio.AbstractEventLoop) -> None:
+        missed = 0  # looks, not seconds: on a machine that is too busy nobody is to blame
         while True:
-            loop.call_soon_threadsafe(self._beats)
-            time.sleep(ALIVE_S)
+            missed = 0 if self._has_beaten else missed + 1
+            if self._has_beaten:
+                self._has_beaten = False
+                loop.call_soon_threadsafe(self._beats)
             if self._tasks:
-                self._tell_of_life(self._steps, time.monotonic() - self._beat - ALIVE_S)
+                self.tell_of_life(self._steps, missed * ALIVE_S)
+            time.sleep(ALIVE_S)
 
     def _beats(self) -> None:
-        self._beat = time.monotonic()
+        self._has_beaten = True
 
-    def _tell_of_life(self, episode: int | None, blocked_s: float) -> None:
+    def tell_of_life(self, episode: int | None, blocked_s: float) -> None:
+        """Who has the event loop, for how long, and how many threads hang."""
         stuck = self._threads.stuck
         self.send({"alive": episode, "blocked_s": blocked_s, "stuck": stuck})
 
@@ -136,7 +141,7 @@ class Worker:
         link.is_closed = True
         del self._tasks[spec.number]
         if self._threads.stuck:
-            self._tell_of_life(None, 0.0)
+            self.tell_of_life(None, 0.0)
 
     @types.coroutine
     def _stepped(self, code: Coroutine[Any, Any, Any], episode: int) -> Generator[Any, Any, Any]:
@@ -182,6 +187,8 @@ class _Link:
         if self.is_closed:
             raise EpisodeOver("done")
         self._worker.send({"op": op, "e": self._episode, "s": segment, **what})
+        if what.get("status") == "timeout":  # a thread may hang: no more episodes for this process
+            self._worker.tell_of_life(None, 0.0)
 
     async def sample(self, segment: int, max_tokens: int, stop: Sequence[str]) -> Sampled:
         if self.is_closed:

@@ -4,8 +4,8 @@ Owns what goes between the pools of episodes, which the leaders hold, and the en
 what episodes do, or what becomes of them.
 
 An engine that answers the same requests with the same bits gets them in rounds, when every episode
-that runs has asked: which turns share a step does not depend on how fast tools are then, and an
-episode can be repeated. Another one gets each turn as it comes.
+that runs has asked, but for those that wait for a process: which turns share a step does not depend
+on how fast tools are then, and an episode can be repeated. Another one gets each turn as it comes.
 """
 
 import time
@@ -168,7 +168,8 @@ class Replica:
             PROGRESS.tick()  # a tool takes its time
         is_over = not self.live or time.monotonic() >= deadline
         if self._in_rounds:
-            if not idle or len({request.episode for request in self._waits}) < len(self.live):
+            asking = len(self.live) - self._pool.held
+            if not idle or len({request.episode for request in self._waits}) < asking:
                 return [], is_over
             if self._are_new:  # as many as there is room for now begin first
                 self._are_new = False

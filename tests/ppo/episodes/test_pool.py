@@ -16,6 +16,7 @@ from tests.ppo.episodes.scripted import (
     check_segment,
     ids_of,
     play,
+    reply_to,
     spec,
     text_of,
 )
@@ -228,6 +229,32 @@ def test_tools_that_hang_are_an_observation_and_their_processes_are_replaced(
             pool.poll(0.1)
         assert not set(pool.pids) & before
         assert not [pid for pid in before if _is_running(pid)]
+
+
+def test_episodes_that_wait_for_a_process_are_told_so_that_nobody_waits_for_them(
+    program: EpisodeProgram,
+) -> None:
+    limits = LIMITS._replace(tool_timeout_s=0.2)
+
+    def asked() -> list[TurnRequest]:
+        while not (requests := pool.poll(1.0)[0]):
+            assert pool.unfinished
+        return requests
+
+    with EpisodePool(program, format_of("Qwen2.5"), limits, num_workers=1) as pool:
+        pool.begin([spec(0)])
+        (first,) = asked()
+        pool.answer([reply_to(first, bad("hang"))])
+        (second,) = asked()  # the tool was too slow: its thread hangs in the process
+        assert pool.held == 0
+        pool.begin([spec(1)])
+        deadline = time.monotonic() + 30
+        while pool.held == 0 and time.monotonic() < deadline:
+            assert pool.poll(0.05) == ([], [])
+        assert pool.held == 1 and pool.unfinished == 2
+        pool.answer([reply_to(second, "1")])
+        (third,) = asked()  # of a new process
+        assert (third.episode, pool.held) == (1, 0)
 
 
 def test_code_that_ends_its_process_fails_alone(pool: EpisodePool) -> None:
