@@ -139,10 +139,11 @@ def evaluate(config: Config, run: Run, options: Options) -> None:
     if config.data.train_max_samples > 0:
         limit = config.data.train_max_samples
         logger.info("data.train_max_samples or val_max_samples: the first %d rows only", limit)
-    actor = _build_actor(config, run, targets, prompts.num_ids)
+    base = model_folder(config.model.path, run.mesh, run.dir)
+    actor = _build_actor(config, run, base, targets, prompts.num_ids)
     results = Results(options, config.rollout.val_kwargs.n, several=len(targets) > 1)
-    holds: Path | None = Path(config.model.path)
-    first = load_target(actor.module, targets[0], config, run.mesh, holds=holds)
+    load = partial(load_target, actor.module, config=config, mesh=run.mesh, base=base)
+    first = load(targets[0], holds=base)
     with (
         open_rewards(config, run, prompts) as pool,
         open_collector(config, run, prompts, actor) as collector,
@@ -153,10 +154,7 @@ def evaluate(config: Config, run: Run, options: Options) -> None:
         run.begin()
         job = Job(prompts.train, config.sampling_of([options.data]))
         for number, named in enumerate(run.polled(targets), 1):
-            target = first
-            if number > 1:
-                target = load_target(actor.module, named, config, run.mesh, holds=holds)
-            holds = target.path
+            target = first if number == 1 else load(named, holds=targets[number - 2].path)
             step = number if len(options.checkpoint) > 1 else target.step or 0
             found = sample_and_score(
                 *(collector, scorer, {"": job}),
@@ -207,8 +205,10 @@ def figures_file(out: Path) -> Path:
     return out.with_suffix(".metrics.json")
 
 
-def _build_actor(config: Config, run: Run, targets: Sequence[Target], num_ids: int) -> Model:
-    """The model of model.path, at rest; with adapters (model.lora_rank) for checkpoints of ours."""
+def _build_actor(
+    config: Config, run: Run, base: Path, targets: Sequence[Target], num_ids: int
+) -> Model:
+    """The model of a folder, at rest; with adapters (model.lora_rank) for checkpoints of ours."""
     role = config.models["actor"]
     are_ours = {target.path is not None and not target.is_hf for target in targets}
     if role.lora is not None and len(are_ours) > 1:
@@ -216,8 +216,7 @@ def _build_actor(config: Config, run: Run, targets: Sequence[Target], num_ids: i
         raise InputError(f"--checkpoint: with model.lora_rank = {role.lora.rank}, {rule}")
     options = build_options(config, role if are_ours == {True} else role._replace(lora=None))
     module = build_causal_lm(
-        model_folder(config.model.path, run.mesh, run.dir),
-        run.mesh,
+        *(base, run.mesh),
         num_ids=num_ids,
         **options | {"checkpointing": False, "forward_only": True},
     )

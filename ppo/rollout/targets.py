@@ -50,14 +50,22 @@ def is_hf_folder(path: Path) -> bool:
 
 def path_problems(paths: Sequence[Path], steps: Sequence[int] | str | None) -> list[Problem]:
     """What is wrong with --checkpoint and --steps, as far as names of folders tell."""
-    rule = "is neither a run, nor a checkpoint, nor a Hugging Face folder"
-    fix = "give a folder with checkpoints/, manifest.json or config.json"
-    found = []
-    for path in (path for path in paths if not is_hf_folder(path) and not _checkpoints(path)):
-        if (path / "adapter_config.json").is_file():
-            rule = "is an adapter without its model"
-            fix = "name the checkpoint that it is of, or export that without --adapter"
-        found.append(Problem("--checkpoint", str(path), rule, fix))
+    none = (
+        "is neither a run, nor a checkpoint, nor a Hugging Face folder",
+        "give a folder with checkpoints/, manifest.json or config.json",
+    )
+    adapter = (
+        "is an adapter without its model",
+        "name the checkpoint that it is of, or export that without --adapter",
+    )
+    found = [
+        Problem(
+            *("--checkpoint", str(path)),
+            *(adapter if (path / "adapter_config.json").is_file() else none),
+        )
+        for path in paths
+        if not is_hf_folder(path) and not _checkpoints(path)
+    ]
     if steps is not None and (len(paths) != 1 or is_hf_folder(paths[0])):
         rule = "are steps of one run: name its folder in --checkpoint, once"
         found.append(Problem("--steps", steps, rule))
@@ -109,18 +117,25 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def load_target(
-    module: nn.Module, target: Target, config: Config, mesh: Mesh, *, holds: Path | None
+    module: nn.Module,
+    target: Target,
+    config: Config,
+    mesh: Mesh,
+    *,
+    base: Path,
+    holds: Path | None,
 ) -> Target:
     """The weights into a module of `build_causal_lm`; the target as it was found. Collective.
 
-    The module may rest on the host. `holds`: whose weights it has; the same are not read again.
+    The module may rest on the host. `base`: folder of model.path; `holds`: whose weights the module
+    has, which are not read again.
     Raises InputError on all ranks for weights that are damaged, gone, or of another model.
     """
     path = target.path
     if path is None or path == holds:
         return target
     if target.is_hf:
-        _check_same_model(path, config)
+        _check_same_model(path, base, config)
         dtype = getattr(torch, config.model.dtype)
         reload_weights(module, path, mesh, model_config=config.model, dtype=dtype)
         return target
@@ -132,12 +147,12 @@ def load_target(
     return target._replace(step=step_of(found))
 
 
-def _check_same_model(path: Path, config: Config) -> None:
-    """Raise InputError unless all that weights do not say is the same as of model.path."""
+def _check_same_model(path: Path, base: Path, config: Config) -> None:
+    """Raise InputError unless all that weights do not say is the same as of the base."""
     mine, first = (
         load_hf_config(folder, config.model).to_dict()
-        | {"generation: eos_token_id": read_generation_config(Path(folder)).get("eos_token_id")}
-        for folder in (path, config.model.path)
+        | {"generation: eos_token_id": read_generation_config(folder).get("eos_token_id")}
+        for folder in (path, base)
     )
     ignored = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
     differs = [

@@ -88,8 +88,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def test_steps_and_folders_have_the_values_that_each_has_alone(one, tmp_path, caplog):
     caplog.set_level("INFO")
-    folders = [f"--checkpoint={one / name}" for name in ("a", "b", "run")]
-    alone((f"{tmp_path}/alone.parquet", folders[1]), (f"{tmp_path}/folders.parquet", *folders))
+    folders = [f"--checkpoint={one / name}" for name in ("run", "a", "b")]
+    alone((f"{tmp_path}/alone.parquet", folders[2]), (f"{tmp_path}/folders.parquet", *folders))
     first, second = (rows_of(one / f"one.step_000000{step}.parquet") for step in (10, 20))
     assert first != second == rows_of(tmp_path / "alone.parquet")
     assert [rows_of(tmp_path / f"folders.{name}.parquet") for name in ("a", "b", "run")] == [
@@ -98,7 +98,7 @@ def test_steps_and_folders_have_the_values_that_each_has_alone(one, tmp_path, ca
     figures = json.loads((one / "one.metrics.json").read_text())
     assert figures["step_00000020"] == json.loads((tmp_path / "alone.metrics.json").read_text())
     lines = next(m for m in caplog.messages if m.startswith("3 evaluated")).splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["a", "b", "run"]
+    assert [line.split()[0] for line in lines[2:]] == ["run", "a", "b"]
     assert "pass@2" in lines[1] and f"{summarise(second)['tiny'].mean_score:.3f}" in lines[3]
 
     (record,) = load_records([one / "one.run"])
