@@ -148,7 +148,9 @@ def inputs_of(case: Case, mesh: Mesh) -> tuple[dict[str, Tensor], Tensor]:
 
 def check_training(case: Case, path: Path, mesh: Mesh, reference: Steps) -> nn.Module:
     """Log-probs, and adapters after two steps, are those of the unsharded reference."""
-    aligned = {"shard_dim1": lambda name, _: "o_proj.weight" in name or "down_proj.weight" in name}
+    aligned: Any = {
+        "shard_dim1": lambda name, _: "o_proj.weight" in name or "down_proj.weight" in name
+    }
     module = build(
         *(build_causal_lm, path, mesh),
         checkpointing=case.checkpointing,
@@ -407,7 +409,7 @@ def test_layers_are_chosen_by_their_names_and_a_wrong_name_is_refused(folders, t
     ):
         with pytest.raises(InputError, match=words):
             layers(path, **keys)
-    mixture = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    mixture: Any = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
     path = save_model(tmp_path / "moe", "qwen3_moe", **mixture, decoder_sparse_step=1)
     with caplog.at_level("INFO"):
         chosen = layers(path)
