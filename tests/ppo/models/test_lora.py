@@ -190,9 +190,9 @@ def check_engine(module: nn.Module, mesh: Mesh, path: Path, case: Case) -> None:
         "hf": hf_slices(whole, tp=tp, tp_rank=rank),
         "sglang": sglang_slices(whole, heads=4, kv_heads=2, tp=tp, tp_rank=rank),
     }
-    engines: list[tuple[Style, torch.dtype]] = [
-        *(("hf", torch.float32), ("sglang", torch.float32), ("sglang", torch.half))
-    ]
+    engines: list[tuple[Style, torch.dtype]] = [("hf", torch.float32), ("sglang", torch.float32)]
+    if case.aligned:
+        engines = [("sglang", torch.half)]
     for style, dtype in engines:
         resharder = Resharder(
             *(module, mesh),
@@ -267,7 +267,7 @@ def on_four_ranks(
         mesh = build_mesh(dims, CPU)
         module = check_training(case, folders[case.family], mesh, wanted[case.family])
         if case.family == "llama" or case.aligned:
-            for tp in (1, 2, 4) if case.shard_size == 4 else (2,):
+            for tp in (1, 2, 4) if case == CASES[0] else (2,):
                 dims = ParallelDims(
                     world_size=4, ranks_per_node=4, fsdp_size=case.shard_size, rollout_tp=tp
                 )
