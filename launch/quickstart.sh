@@ -51,7 +51,8 @@ stage 3 "check: what this configuration is, and whether it fits (seconds)"
 "$VENV_PYTHON" train_ppo.py --config "$CONFIG" --check --nnodes 1 --nproc_per_node "$RANKS" \
     "${overrides[@]}"
 stage 4 "training: $RANKS ranks, a line for each iteration (about 30 s each; 14 unless told otherwise)"
-command=("$VENV_BIN/torchrun" --standalone "--nproc_per_node=$RANKS"
+# a torch of the system's has no torchrun in this environment
+command=("$VENV_PYTHON" -m torch.distributed.run --standalone "--nproc_per_node=$RANKS"
     train_ppo.py --config "$CONFIG" "${overrides[@]}")
 echo "+ ${command[*]}"
 "${command[@]}" || echo "torchrun ended with code $?" >&2
@@ -66,7 +67,7 @@ echo
 "$VENV_PYTHON" -m ppo.report "$RUN_DIR" --out "$RUN_DIR/report.html" 2>&1
 echo "  in a browser      $RUN_DIR/report.html"
 echo "  samples and logs  $RUN_DIR/samples/ $RUN_DIR/logs/"
-echo "  curves            $VENV_BIN/tensorboard --logdir $RUN_DIR/tensorboard"
+echo "  curves            $VENV_PYTHON -m tensorboard.main --logdir $RUN_DIR/tensorboard"
 echo "  to go on          . $VENV_BIN/activate; README.md, \"Your own data, reward and configuration\""
 "$VENV_PYTHON" -c 'import json, sys; sys.exit(json.load(open(sys.argv[1]))["state"] == "failed")' \
     "$RUN_DIR/status.json"
