@@ -20,7 +20,7 @@ from ppo.config import load_config
 from ppo.config.cli import join_values
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("ppo", "sharding", "configs", "docs", "examples", "launch", "tests")
+FOLDERS = ("ppo", "sharding", "configs", "launch", "tests")
 STARTERS = ("python", "torchrun", "bash", "sbatch", "pip", "launch/local.sh")
 PLACE = re.compile(r"\b[A-Z][A-Z_]+\b|\bmine\b")
 """stands for a path, a name, or a file of the reader's own"""
@@ -48,7 +48,7 @@ class Command(NamedTuple):
 def documents() -> list[Path]:
     """Every file that documents a command, but for programs."""
     pages = [path for name in FOLDERS for path in (ROOT / name).rglob("*.md")]
-    presets = [path for name in ("configs", "examples") for path in (ROOT / name).rglob("*.yaml")]
+    presets = (ROOT / "configs").rglob("*.yaml")
     return sorted([*ROOT.glob("*.md"), *pages, *presets])
 
 

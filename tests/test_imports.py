@@ -1,6 +1,7 @@
 """The boundaries between parts, read off the source: who imports what and reads os.environ."""
 
 import ast
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -191,6 +192,14 @@ def test_files_and_rooms_import_each_other_in_no_circle() -> None:
 def test_the_test_of_circles_finds_one() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
     assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_the_top_level_holds_two_scripts_and_five_folders() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    top = {name.partition("/")[0] for name in listed.stdout.split()}
+    project = {"CONTRIBUTING.md", "LICENSE", "README.md", "pyproject.toml"}
+    folders = {"configs", "launch", "ppo", "sharding", "tests"}
+    assert {name for name in top if name[0] != "."} <= {*SCRIPTS, *folders, *project}
 
 
 def test_nobody_imports_a_script() -> None:
