@@ -124,7 +124,10 @@ def shell(script: str, folder: Path, environment: dict[str, str]) -> str:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("page", "section"),
-    [("README.md", "## Your own data, reward and configuration"), ("configs/examples/README.md", "# Your")],
+    [
+        ("README.md", "## Your own data, reward and configuration"),
+        ("configs/examples/README.md", "# Your own data"),
+    ],
 )
 def test_the_first_steps_run_as_they_are_written(tmp_path: Path, page: str, section: str) -> None:
     folder = tmp_path / "clone"
