@@ -215,10 +215,11 @@ def _build_actor(
         rule = "checkpoints that hold adapters are evaluated without Hugging Face folders beside"
         raise InputError(f"--checkpoint: with model.lora_rank = {role.lora.rank}, {rule}")
     options = build_options(config, role if are_ours == {True} else role._replace(lora=None))
+    options |= {"checkpointing": False, "forward_only": True}
     module = build_causal_lm(
         *(base, run.mesh),
         num_ids=num_ids,
-        **options | {"checkpointing": False, "forward_only": True},
+        **options,
     )
     offloads = config.actor.fsdp.param_offload
     actor = Model(module=module, device=run.mesh.device, param_offload=offloads)

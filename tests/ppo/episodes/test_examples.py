@@ -59,6 +59,7 @@ def test_another_try() -> None:
     first, second, never = played("try_again.py", [row] * 3, turns)
     assert (first.score, first.extra, first.counts["turns"]) == (1.0, {"first_try": 1.0}, 1)
     assert second.counts["turns"] == 2 and never.counts["turns"] == 3
+    assert second.score is not None
     assert second.extra["first_try"] < second.score <= 0.75
     assert never.score is not None and never.score < 0.1
     (segment,) = second.segments

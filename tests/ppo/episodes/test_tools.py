@@ -76,7 +76,7 @@ def plain() -> None:
 
 @pytest.mark.parametrize("function", [basic, nested, Env().guess, plain])
 def test_a_schema_is_what_transformers_makes_of_the_function(function) -> None:
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     assert schema_of(function) == get_json_schema(function)
 
