@@ -43,10 +43,8 @@ Message = Mapping[str, Any]
 
 
 class HFTokenizer(Protocol):
-    """Of transformers, as far as it is read here."""
+    """Of transformers, as far as it is read here; only some have a `backend_tokenizer`."""
 
-    @property
-    def backend_tokenizer(self) -> Any: ...
     @property
     def chat_template(self) -> Any: ...
     @property
