@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppo.config import Config, ConfigError, Problem, load_config
 from ppo.config.cli import build_parser, join_values, path
-from ppo.errors import InputError
 from ppo.files import replace_text
 from ppo.models.build import build_causal_lm
 from ppo.models.folder import model_folder
@@ -39,6 +38,7 @@ from ppo.rollout.targets import (
     find_targets,
     is_hf_folder,
     load_target,
+    lora_of,
     path_problems,
 )
 from ppo.rollout.validation import Job, sample_and_score
@@ -68,7 +68,7 @@ class Options(NamedTuple):
     config: str
     overrides: list[str]
     checkpoint: list[Path]
-    """run folders, step folders or Hugging Face folders; none = model.path"""
+    """run folders, step folders, Hugging Face folders or peft's adapters; none = model.path"""
     steps: list[int] | str | None
     """of the one run folder; `all`; None = its newest checkpoint"""
     data: str
@@ -85,7 +85,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     """Options of rollout.py; what is not an option is an override. Raises ConfigError."""
     parser = build_parser(DESCRIPTION)
     parser.usage = "%(prog)s --config FILE --data FILE --out FILE [options] [key.sub=value ...]"
-    checkpoint = "run, step or Hugging Face folder; may be given several times"
+    checkpoint = "run, step, Hugging Face or peft folder; may be given several times"
     parser.add_argument("--checkpoint", type=path, action="append", default=[], help=checkpoint)
     parser.add_argument("--steps", type=steps, help="steps of a run: all, or 10,20,30")
     parser.add_argument("--data", required=True, help="prompts: parquet or JSONL, or a glob")
@@ -208,13 +208,9 @@ def figures_file(out: Path) -> Path:
 def _build_actor(
     config: Config, run: Run, base: Path, targets: Sequence[Target], num_ids: int
 ) -> Model:
-    """The model of a folder, at rest; with adapters (model.lora_rank) for checkpoints of ours."""
-    role = config.models["actor"]
-    are_ours = {target.path is not None and not target.is_hf for target in targets}
-    if role.lora is not None and len(are_ours) > 1:
-        rule = "checkpoints that hold adapters are evaluated without Hugging Face folders beside"
-        raise InputError(f"--checkpoint: with model.lora_rank = {role.lora.rank}, {rule}")
-    options = build_options(config, role if are_ours == {True} else role._replace(lora=None))
+    """The model of a folder, at rest, with the adapters that the targets have."""
+    lora = lora_of(targets, config, run.mesh)
+    options = build_options(config, config.models["actor"]._replace(lora=lora))
     options |= {"checkpointing": False, "forward_only": True}
     module = build_causal_lm(
         *(base, run.mesh),

@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 import train_ppo
+from ppo.errors import InputError
 from sharding.checkpoint import export_hf
 from tests.distributed import run_distributed
+from tests.ppo.rollout.test_targets import alone
 from tests.test_train import rows_of, same_numbers, train_here
 
 ROOT = Path(train_ppo.__file__).parent
@@ -45,6 +48,22 @@ def test_a_run_with_adapters_has_its_reference_for_free_and_resumes_on_other_sha
         config = json.loads((out / "adapter_config.json").read_text())
         assert config["modules_to_save"] == (["score"] if model == "critic" else None)
         assert (export_hf(tmp_path / "again", tmp_path / f"{model}_hf", model=model)).is_dir()
+
+    run, adapter, critic = (
+        f"--checkpoint={tmp_path}/{name}" for name in ("again", "actor", "critic")
+    )
+    alone((f"{tmp_path}/1.parquet", run, "model.lora_rank=4"), (f"{tmp_path}/2.parquet", adapter))
+    assert pq.read_table(tmp_path / "1.parquet") == pq.read_table(tmp_path / "2.parquet")
+    for out, wrong, words in (
+        ("3.parquet", (critic,), r"modules_to_save = \['score'\] is not read here"),
+        (
+            "4.parquet",
+            (adapter, f"{adapter}_hf"),
+            "is a whole model, and .* has adapters of rank 4",
+        ),
+    ):
+        with pytest.raises(InputError, match=words):
+            alone((str(tmp_path / out), *wrong))
 
 
 @pytest.mark.full

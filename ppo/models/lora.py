@@ -9,11 +9,11 @@ from pathlib import Path
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ppo.config import ALL_LINEAR, Lora
 from ppo.errors import InputError
-from ppo.models.weights import local_box
+from ppo.models.weights import local_box, local_shard
 from sharding.adapters import B, adapters_of, add_adapters, is_adapter, model_parameters
 from sharding.checkpoint.base import fingerprint
 from sharding.mesh import Mesh
@@ -61,7 +61,7 @@ def fill(module: nn.Module, lora: Lora | None, mesh: Mesh) -> None:
         return
     for name, parameter in module.named_parameters():
         if is_adapter(name):
-            local = _local(parameter)
+            local = local_shard(parameter)
             if name.endswith(B):
                 local.zero_()
             else:
@@ -139,9 +139,3 @@ def _say(module: nn.Module, layers: list[str], lora: Lora) -> None:
 def _dtype_of(module: nn.Module) -> str:
     """Of the frozen model, as torch calls it."""
     return str(next(module.parameters()).dtype).removeprefix("torch.")
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """The memory of this rank's shard, to be written in place."""
-    local = parameter.detach()
-    return getattr(local, "to_local", lambda: local)()

@@ -172,7 +172,7 @@ def load_weights(
     files, targets = SafetensorsFolder(folder), _targets(module)
     names = {g[0]: list(g) for g in (tied_names(module) if aliases is None else aliases)}
     for name in [name for name in optional if name not in files.files]:
-        _local(targets.pop(name)).zero_()
+        local_shard(targets.pop(name)).zero_()
     if converted or not files.files:
         reason = "names are converted on loading" if converted else "the folder has no safetensors"
         _load_through_host(module, files, targets, source, reason)
@@ -200,7 +200,7 @@ def _load_slices(
                 f"{files.folder}: {aliases[name]} are tied in the model and differ in the files; "
                 "set model.override_config.tie_word_embeddings=false"
             )
-        _local(target).copy_(copies[0])
+        local_shard(target).copy_(copies[0])
 
 
 def local_box(tensor: Tensor) -> tuple[slice, ...]:
@@ -223,7 +223,7 @@ def _targets(module: nn.Module) -> dict[str, Tensor]:
     return {**model_parameters(module), **persistent_buffers(module)}
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """The memory of this rank's shard, to be written in place."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -295,4 +295,4 @@ def _load_through_host(
         elif rank == 0:  # a head that transformers' class does not have
             full.copy_(files.read(name, [slice(0, n) for n in target.shape]))
         dist.broadcast(full, group_src=0, group=source.group)
-        _local(target).copy_(full[local_box(target)])
+        local_shard(target).copy_(full[local_box(target)])

@@ -1,21 +1,22 @@
-"""What is evaluated: model.path, Hugging Face folders, checkpoints of ours, steps of a run.
+"""What is evaluated: model.path, Hugging Face folders, adapters of peft, checkpoints of ours.
 
 Owns what a path of --checkpoint means, and how its weights come into a model that is there already.
 Must not know how it is sampled.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from ppo.config import Config, Problem
+from ppo.config import Config, Lora, Problem
 from ppo.errors import InputError
 from ppo.models.build import load_hf_config, reload_weights
 from ppo.models.folder import read_generation_config
+from ppo.models.peft_folder import is_peft_folder, load_adapter, read_lora
 from sharding.agree import together
 from sharding.checkpoint import Checkpointer, CheckpointError
 from sharding.checkpoint.files import step_of
@@ -24,6 +25,7 @@ from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 ALL = "all"
 
 
@@ -42,31 +44,39 @@ class Target(NamedTuple):
         """Whether it is a Hugging Face folder."""
         return self.path is not None and is_hf_folder(self.path)
 
+    @property
+    def is_peft(self) -> bool:
+        """Whether it is an adapter on model.path, as peft writes it."""
+        return self.path is not None and is_peft_folder(self.path)
+
+    def lora(self, config: Config) -> Lora | None:
+        """The adapters that hold its weights. Raises InputError for a damaged folder of peft."""
+        if self.path is None or self.is_hf:
+            return None
+        return read_lora(self.path) if self.is_peft else config.models["actor"].lora
+
 
 def is_hf_folder(path: Path) -> bool:
-    """Whether transformers would load it."""
-    return (path / "config.json").is_file()
+    """Whether transformers would load it as a whole model."""
+    return (path / "config.json").is_file() and not is_peft_folder(path)
 
 
 def path_problems(paths: Sequence[Path], steps: Sequence[int] | str | None) -> list[Problem]:
     """What is wrong with --checkpoint and --steps, as far as names of folders tell."""
     none = (
         "is neither a run, nor a checkpoint, nor a Hugging Face folder",
-        "give a folder with checkpoints/, manifest.json or config.json",
+        "give a folder with checkpoints/, manifest.json, config.json or adapter_config.json",
     )
-    adapter = (
-        "is an adapter without its model",
-        "name the checkpoint that it is of, or export that without --adapter",
-    )
+
+    def is_folder(path: Path) -> bool:
+        return is_hf_folder(path) or is_peft_folder(path)
+
     found = [
-        Problem(
-            *("--checkpoint", str(path)),
-            *(adapter if (path / "adapter_config.json").is_file() else none),
-        )
+        Problem("--checkpoint", str(path), *none)
         for path in paths
-        if not is_hf_folder(path) and not _checkpoints(path)
+        if not is_folder(path) and not _checkpoints(path)
     ]
-    if steps is not None and (len(paths) != 1 or is_hf_folder(paths[0])):
+    if steps is not None and (len(paths) != 1 or is_folder(paths[0])):
         rule = "are steps of one run: name its folder in --checkpoint, once"
         found.append(Problem("--steps", steps, rule))
     return found
@@ -85,7 +95,7 @@ def find_targets(
             return []
         return _steps(paths[0], steps) if steps is not None else _labelled(paths)
 
-    return together(find, mesh.host_group, InputError, expected=InputError, name_ranks=False)[0]
+    return _agreed(find, mesh)[0]
 
 
 def _steps(path: Path, steps: Sequence[int] | str) -> list[Target]:
@@ -116,6 +126,42 @@ def _checkpoints(path: Path) -> list[Path]:
         return []
 
 
+def lora_of(targets: Sequence[Target], config: Config, mesh: Mesh) -> Lora | None:
+    """The adapters of the model that all targets come into. Collective.
+
+    Raises InputError on all ranks where they need different ones.
+    """
+
+    def find() -> Lora | None:
+        first, *others = (target.lora(config) for target in targets)
+        for target, lora in zip(targets[1:], others, strict=True):
+            if _shape(lora) != _shape(first):
+                raise InputError(
+                    f"--checkpoint = {target.path}: {_described(lora)}, and {targets[0].path} "
+                    f"{_described(first)}: evaluate them one by one"
+                )
+        return first
+
+    return _agreed(find, mesh)[0]
+
+
+def _shape(lora: Lora | None) -> Lora | None:
+    """All of it but where it comes from."""
+    return lora and lora._replace(section="")
+
+
+def _described(lora: Lora | None) -> str:
+    if lora is None:
+        return "is a whole model"
+    modules = ", ".join(lora.target_modules[:3])
+    return f"has adapters of rank {lora.rank}, alpha {lora.alpha:g} on {modules}, ..."
+
+
+def _agreed(step: Callable[[], Result], mesh: Mesh) -> list[Result]:
+    """What `step` returns on every rank; an InputError of one is raised on all."""
+    return together(step, mesh.host_group, InputError, expected=InputError, name_ranks=False)
+
+
 def load_target(
     module: nn.Module,
     target: Target,
@@ -133,6 +179,9 @@ def load_target(
     """
     path = target.path
     if path is None or path == holds:
+        return target
+    if target.is_peft:
+        _agreed(lambda: load_adapter(module, path), mesh)
         return target
     if target.is_hf:
         _check_same_model(path, base, config)

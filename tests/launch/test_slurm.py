@@ -83,7 +83,7 @@ class Jobs:
         lines = (self.folder / name / "run" / "starts.jsonl").read_text().splitlines()
         return [json.loads(line)["world_size"] for line in lines]
 
-    def wait_until(self, name: str, what: Callable[[], bool], timeout_s: float = 120) -> None:
+    def wait_until(self, name: str, what: Callable[[], bool], timeout_s: float = 240) -> None:
         deadline = time.monotonic() + timeout_s
         while not what():
             assert time.monotonic() < deadline, f"{self.status(name)}\n{self.log(name)}"

@@ -124,8 +124,6 @@ def test_what_cannot_be_evaluated_is_refused_before_it_is_loaded(folder, tmp_pat
         return str(caught.value)
 
     assert "neither a run" in refused(f"--checkpoint={tmp_path}")
-    (tmp_path / "adapter_config.json").touch()
-    assert "is an adapter" in refused(f"--checkpoint={tmp_path}")
     assert "of one run" in refused("--steps=all") and "of one run" in refused(
         "--steps=1", f"--checkpoint={folder / 'a'}"
     )
@@ -133,6 +131,9 @@ def test_what_cannot_be_evaluated_is_refused_before_it_is_loaded(folder, tmp_pat
         options_of(tmp_path / "s.parquet", "--steps=x")
     with pytest.raises(InputError, match=r"--steps = \[15\].*it has 10, 20"):
         alone((f"{tmp_path}/s.parquet", f"--checkpoint={folder / 'run'}", "--steps=10,15"))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"is no adapter of peft: .*adapter_model"):
+        alone((f"{tmp_path}/s.parquet", f"--checkpoint={tmp_path}"))
 
 
 def test_another_model_is_not_taken_for_the_first_one(folder, tmp_path):
