@@ -27,8 +27,7 @@ use_venv() {
     if ! has_torch "$VENV_PYTHON" && [[ $extras != *sglang* ]] && ! has_gpu; then
         install_cpu_torch
     fi
-    # what is imported is compiled then; 37,000 files at once take minutes
-    "$VENV_PYTHON" -m pip install -qq --disable-pip-version-check --no-compile -e ".[$extras]"
+    "$VENV_PYTHON" -m pip install -qq --disable-pip-version-check -e ".[$extras]"
     echo "$wanted" >"$stamp"
 }
 
