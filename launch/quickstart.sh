@@ -26,9 +26,9 @@ stage() {
 echo "SmolLM2-135M-Instruct learns to add and subtract with PPO, on this CPU: about 10 minutes on 2"
 echo "cores the first time, 8 after that. Ctrl-C saves and ends it."
 
-stage 1 "environment: $VENV, with torch and transformers (once, 1 to 5 minutes)"
 # shellcheck source=launch/environment.sh
 . launch/environment.sh
+stage 1 "environment: $VENV, with torch and transformers (once, 1 to 5 minutes)"
 use_venv data
 
 export HF_HUB_OFFLINE=1

@@ -48,6 +48,22 @@ def test_a_bad_configuration_ends_local_sh_with_2_before_torchrun() -> None:
     assert "torch.distributed" not in result.stderr
 
 
+@pytest.mark.parametrize("script", ["launch/quickstart.sh", "tests/run.sh"])
+def test_the_two_commands_make_an_environment_where_nothing_is_set(
+    script: str, tmp_path: Path
+) -> None:
+    """In a copy without `.venv`, and with a Python that cannot make one: it is what is missing."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    (tmp_path / script).parent.mkdir(exist_ok=True)
+    shutil.copy(ROOT / script, tmp_path / script)
+    command = ("env", "-u", "VENV", "-u", "CI", "bash", str(tmp_path / script))
+    result = shell(*command, cwd=tmp_path, PYTHON="false")
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"false is older than 3.11: name a newer one, PYTHON=python3.12 {tmp_path / script}\n"
+    )
+
+
 def test_a_script_without_a_config_says_how_it_is_called() -> None:
     result = shell("bash", "launch/local.sh")
     assert result.returncode != 0
