@@ -142,12 +142,12 @@ class Processes:
 
     def receive(self, wake: Connection) -> None:
         """Wait for messages, or for `wake`, for a moment, and take all that have come."""
-        slots: dict[Connection, _Slot] = {slot.worker.channel: slot for slot in self._slots}  # type: ignore[misc]
-        for channel in wait([*slots, wake], LOOK_S):
+        slots: dict[object, _Slot] = {slot.worker.channel: slot for slot in self._slots}
+        for channel in wait([*(slot.worker.channel for slot in self._slots), wake], LOOK_S):
             if channel is wake:
                 wake.recv_bytes()
                 continue
-            slot = slots[channel]  # type: ignore[index]
+            slot = slots[channel]
             for _ in range(MOST_MESSAGES):
                 self._receive_one(slot)
                 if slot.heard == DEAD or not slot.worker.channel.poll(0):
