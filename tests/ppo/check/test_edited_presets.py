@@ -22,7 +22,7 @@ ODD = [
     *("{a: {b: []}}", "12:30:45", "2026-01-01"),
 ]
 FACTORS = (-1, 0, 0.5, 2, 1e-3, 1e3, 1e-9, 1e9, 1e300)
-PRESETS = sorted([*CONFIGS.glob("*po*.yaml"), *CONFIGS.glob("tiny/*.yaml")])
+PRESETS = sorted([*CONFIGS.glob("*po*.yaml"), *CONFIGS.glob("*/*.yaml")])
 Tree = dict[str, Any]
 
 

