@@ -5,11 +5,13 @@ Owns rendering, and the rule that history is never rendered again: the tokens be
 the next are those that the template writes behind a stand-in for that turn. Must not know tools'
 code, processes or limits.
 
-Where a template shows no tools, or knows no message of a tool, both are written as Hermes has them:
-in the system message, and as `<tool_response>` of a user.
+Where a template shows no tools, or teaches calls in a format that is not read here, they are shown
+as Hermes has them, in the system message; where it writes no message of a tool behind the call,
+that is a `<tool_response>` of a user.
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -18,8 +20,10 @@ from tokenizers import Tokenizer
 
 from ppo.episodes.contract import ChatFormat, ToolFormat
 from ppo.episodes.templates import FAILURES, render
-from ppo.episodes.tool_calls import ToolCall, tool_format_of
+from ppo.episodes.tool_calls import FORMATS, ToolCall, take_apart
 from ppo.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 MARK = "Stand-in."
 USER = {"role": "user", "content": "Begin."}
@@ -91,10 +95,11 @@ def chat_format(
     if not isinstance(template, str):
         raise InputError(f"the tokenizer {name} has no chat template named default or tool_use")
     special = {k: str(v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
-    format_ = tool_format_of(template) if tool_format == "auto" else tool_format
     made = ChatFormat(
-        *(name, core.to_str(), template, special, tuple(stop_token_ids), dict(options), format_)
+        *(name, core.to_str(), template, special, tuple(stop_token_ids), dict(options), tool_format)
     )
+    if tool_format == "auto":
+        made = made._replace(tool_format=Chat(made).taught_format() or "hermes")
     Chat(made).check()
     return made
 
@@ -154,45 +159,78 @@ class Chat:
         has not ended with it (by a stop text, its length, or another stop token).
         Raises InputError: the template refuses the messages, or changes what came before.
         """
-        problem: InputError | None = None
         said = list(messages) if self._knows_tool_messages else _as_user(messages)
-        for standin in _standins(turn if self.end is not None else Turn(turn.last_id)):
-            # some templates move the tools to the last user's message: they were shown already
-            for no_tools in (False, True):
-                try:
-                    found = self._behind(standin, said, tools, no_tools=no_tools)
-                except InputError as error:
-                    problem = problem or error
-                else:
-                    has_ended = self.end is not None and found[0] == turn.last_id
-                    return found[1:] if has_ended else found
-        assert problem is not None
-        raise problem
+        found = self._behind_any(turn, said, tools)
+        has_ended = turn.last_id == self.end or turn.last_id in self._stops
+        return found[1:] if has_ended and found[:1] == [turn.last_id] else found
+
+    def taught_format(self) -> ToolFormat | None:
+        """The format of calls that the template writes; None: none that is read here."""
+        conversation = [USER, _standin(calls=[PROBE])]
+        try:
+            text = self._write(conversation, [PROBE_TOOL], generate=False)
+            start = self._write([USER], [PROBE_TOOL], generate=True)
+        except InputError:
+            return None
+        said = text.removeprefix(start).removeprefix(MARK)
+        for name in FORMATS:
+            calls = take_apart(said, name, [PROBE_TOOL]).calls
+            if PROBE[:2] in [call[:2] for call in calls]:
+                return name
+        return None
 
     @cached_property
     def end(self) -> int | None:
-        """The token that ends a turn in the template; None where it has none."""
+        """The token that ends a turn in the template: the first behind it that stops the engine,
+        else the first that is an added one; None where there is neither."""
         text = self._render([USER, _standin()], None, generate=False)
         if MARK not in text:
             raise self._refused("does not show what an assistant has said")
         added = self._core.get_added_tokens_decoder()
         tail = self.encode(text.rpartition(MARK)[2])
-        return next((i for i in tail if i in added), None)
+        stops = (i for i in tail if i in self._stops)
+        return next(stops, next((i for i in tail if i in added), None))
 
     def check(self) -> None:
         """InputError when a conversation cannot be continued with a user's or a tool's message."""
         self.between(Turn(self.end), [USER])
         self.between(Turn(self.end, [PROBE]), [PROBE_RESULT], [PROBE_TOOL])
+        if not self._shows_tools and self._writes(PROBE.name, [USER], [PROBE_TOOL]):
+            logger.warning(
+                "the chat template of %s teaches calls of tools in a format that is not read here: "
+                "tools are shown as Hermes has them (rollout.episode.tool_format names another)",
+                self.name,
+            )
+
+    def _behind_any(
+        self, turn: Turn, messages: Sequence[Message], tools: Sequence[dict] | None
+    ) -> list[int]:
+        """`_behind` the first stand-in that the template takes."""
+        problem: InputError | None = None
+        for standin in _standins(turn if self.end is not None else Turn(turn.last_id)):
+            # some templates move the tools to the last user's message: they were shown already
+            for no_tools in (False, True):
+                try:
+                    return self._behind(standin, messages, tools, no_tools=no_tools)
+                except InputError as error:
+                    problem = problem or error
+        assert problem is not None
+        raise problem
 
     def _behind(
         self, standin: Message, messages: Sequence[Message], tools: Any, *, no_tools: bool
     ) -> list[int]:
         """Ids from the end of the stand-in's turn on."""
         head = [USER, standin]
-        start = self._render([USER], tools, generate=False, no_tools=no_tools)
         alone = self._render(head, tools, generate=False, no_tools=no_tools)
         text = self._render([*head, *messages], tools, generate=True, no_tools=no_tools)
-        if not text.startswith(start):
+        # with the opening of a turn where a template writes an end behind all that is said
+        starts = (
+            self._render([USER], tools, generate=generate, no_tools=no_tools)
+            for generate in (False, True)
+        )
+        start = next((start for start in starts if text.startswith(start)), None)
+        if start is None:
             raise self._refused("writes the beginning anew when more is said")
         if self.end is None:
             if not text.startswith(alone):
@@ -229,7 +267,9 @@ class Chat:
 
     @cached_property
     def _shows_tools(self) -> bool:
-        return self._writes("probe_of_tools", [USER], [PROBE_TOOL])
+        """In its own way, with calls that are read here."""
+        is_read = self.tool_format != "hermes" or self.taught_format() == "hermes"
+        return is_read and self._writes(PROBE.name, [USER], [PROBE_TOOL])
 
     @cached_property
     def _knows_system(self) -> bool:
@@ -237,7 +277,12 @@ class Chat:
 
     @cached_property
     def _knows_tool_messages(self) -> bool:
-        return self._writes(PROBE_RESULT["content"], [USER, _standin(calls=[PROBE]), PROBE_RESULT])
+        """Behind the turn that has called: some write them into that turn."""
+        try:
+            found = self._behind_any(Turn(None, [PROBE]), [PROBE_RESULT], [PROBE_TOOL])
+        except InputError:
+            return False
+        return PROBE_RESULT["content"] in self.decode(found, special=True)
 
     def _writes(self, text: str, messages: Sequence[Message], tools: Any = None) -> bool:
         try:

@@ -44,19 +44,6 @@ class Said(NamedTuple):
     calls: list[ToolCall]
 
 
-def tool_format_of(template: str) -> ToolFormat:
-    """The format that a chat template teaches; Hermes where it teaches none."""
-    if "<function=" in template:
-        return "qwen3_xml"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<tool_call>" in template:
-        return "hermes"
-    if "<|python_tag|>" in template or '"parameters": dictionary' in template:
-        return "llama3"
-    return "hermes"
-
-
 def take_apart(text: str, format_: ToolFormat, tools: Sequence[Mapping[str, Any]] = ()) -> Said:
     """Reasoning, calls and the rest of what a model has said.
 
@@ -136,7 +123,7 @@ def _mistral(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[F
     return before, found
 
 
-FORMATS: dict[str, Parser] = {
+FORMATS: dict[ToolFormat, Parser] = {
     "hermes": _hermes,
     "qwen3_xml": _qwen3_xml,
     "llama3": _llama3,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ppo.episodes.chat import Chat, Turn, chat_format
-from ppo.episodes.contract import ChatFormat
+from ppo.episodes.contract import ChatFormat, ToolFormat
 from ppo.episodes.tool_calls import ToolCall
 from ppo.errors import InputError
 from tests.ppo.episodes.shapes import CHATML, QWEN3, SHAPES, core, format_of, id_of, tokenizer_of
@@ -53,8 +53,11 @@ AFTER_TOOLS = {
 }
 
 
-def checked(template: str, end: str = "<|im_end|>", **options) -> ChatFormat:
-    return chat_format(tokenizer_of(template), [id_of(end)], options=options)
+def checked(
+    template: str, end: str = "<|im_end|>", *, tool_format: ToolFormat = "auto", **options
+) -> ChatFormat:
+    found, ends = tokenizer_of(template), [id_of(end)]
+    return chat_format(found, ends, options=options, tool_format=tool_format)
 
 
 def test_the_tokenizer_of_these_tests_has_he_llo_which_is_not_hello() -> None:
@@ -141,6 +144,65 @@ def test_a_template_without_end_of_turn_is_continued_where_it_only_adds() -> Non
     said = [{"role": "user", "content": "more"}]
     assert chat.end is None
     assert chat.decode(chat.between(Turn(id_of("llo")), said)) == "\nuser: more\n"
+
+
+def test_a_template_that_writes_an_end_behind_all_that_is_said_is_continued() -> None:
+    """As Phi-3 does, where no turn is opened behind it."""
+    chat = Chat(checked(CHATML + "{% if not add_generation_prompt %}</s>{% endif %}"))
+    found = chat.between(Turn(id_of("<|im_end|>")), [USER])
+    assert chat.decode(found, special=True) == AFTER_USER["SmolLM2"]
+
+
+def test_a_turn_ends_with_the_token_that_stops_the_engine() -> None:
+    """As with Cohere 2, whose responses end before their turns do."""
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}</s>")
+    chat = Chat(checked(template))
+    between = "\n<|im_start|>user\nAgain.</s><|im_end|>\n<|im_start|>assistant\n"
+    for last, missing in (("<|im_end|>", ""), ("llo", "<|im_end|>")):
+        found = chat.between(Turn(id_of(last)), [USER])
+        assert chat.decode(found, special=True) == missing + between
+
+
+def test_a_turn_that_ends_with_the_opening_of_the_next_is_not_opened_twice() -> None:
+    """As GLM's are: the engine stops at the token of a user or a tool."""
+    template = (
+        "{% for m in messages %}{{ '[INST]' if m.role == 'user' else '[TOOL_RESULTS]' if "
+        "m.role == 'tool' else '</s>' }}{{ m.content }}{% endfor %}"
+        "{{ '</s>' if add_generation_prompt }}"
+    )
+    made = chat_format(
+        tokenizer_of(template), [id_of("[INST]"), id_of("[TOOL_RESULTS]")], options={}
+    )
+    chat = Chat(made)
+    for last, said in (("[INST]", "Again.</s>"), ("llo", "[INST]Again.</s>")):
+        assert chat.decode(chat.between(Turn(id_of(last)), [USER]), special=True) == said
+    found = chat.between(Turn(id_of("[TOOL_RESULTS]"), CALLS[:1]), RESULTS[:1], [LOOK])
+    assert chat.decode(found, special=True) == "saw 0</s>"
+
+
+def test_calls_of_a_format_that_is_not_read_are_shown_and_answered_as_hermes_has_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As Gemma 4 has them: results within the turn that has called."""
+    template = (
+        "{% if tools %}<|im_start|>tools{{ tools | tojson }}<|im_end|>{% endif %}"
+        "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n"
+        "{% for c in m.tool_calls or [] %}call:{{ c.function.name }}{% endfor %}"
+        "{% if m.tool_calls and not loop.last %}result{% endif %}{{ m.content }}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    made = checked(template)
+    assert "a/model teaches calls of tools in a format that is not read here" in caplog.text
+    chat = Chat(made)
+    begun = chat.decode(chat.begin([USER], [LOOK]), special=True)
+    assert begun.startswith("<|im_start|>system\nYou may call functions.")
+    found = chat.between(Turn(id_of("<|im_end|>"), CALLS), RESULTS, [LOOK])
+    assert chat.decode(found, special=True) == (
+        "<|im_start|>user\n<tool_response>\nsaw 0\n</tool_response>\n<tool_response>\nsaw 1\n"
+        "</tool_response><|im_end|><|im_start|>assistant\n"
+    )
+    named = Chat(checked(template, tool_format="mistral"))  # a model that was taught it
+    assert chat.decode(named.begin([USER], [LOOK]), special=True).startswith("<|im_start|>tools[")
 
 
 def test_a_tokenizer_that_has_no_json_is_refused_by_name() -> None:
