@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_distributed
+from tests.quickstart import train_smollm2, validations
 from tests.test_train import documented_metrics, rows_of, same_numbers, train_here
 
 EPISODE = (
@@ -78,14 +79,14 @@ def test_the_trainer_computes_what_the_engine_sampled_in_every_turn(single):
 
 
 @pytest.mark.distributed
-def test_two_ranks_sample_the_same_episodes_and_train_the_same(single, tmp_path):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_more_ranks_sample_the_same_episodes_and_train_the_same(single, tmp_path, world):
     folder, run, _ = single
     jobs = {"t1": (), "t2": ("rollout.tensor_model_parallel_size=2",)}
-    found = run_distributed(
-        train_here, 2, [(str(tmp_path / name), (*EPISODE, *keys)) for name, keys in jobs.items()]
-    )
+    keys = [(str(tmp_path / name), (*EPISODE, *keys)) for name, keys in jobs.items()]
+    found = run_distributed(train_here, world, keys)
     for index, name in enumerate(jobs):
-        for rank in range(2):
+        for rank in range(world):
             assert found[rank][index]["tokens"] == run["tokens"], (name, rank)
             assert max(found[rank][index]["mismatch"]) < 1e-4
         same_numbers(rows_of(folder / "run"), rows_of(tmp_path / name))
@@ -109,3 +110,14 @@ def test_a_stop_request_ends_episodes_that_run(single):
     assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
     asked, ended = (folder / name for name in ("STOP", "status.json"))
     assert ended.stat().st_mtime - asked.stat().st_mtime < 10
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_smollm2_with_feedback_beats_its_single_turn(tmp_path):
+    """On held-out sums: what a second and a third try add, before training and after it."""
+    rows = train_smollm2(tmp_path, "episodes/try_again.yaml")
+    first, last = (validations(rows, f"/{name}/mean") for name in ("first_try", "last_try"))
+    print("first try", first, "last try", last)
+    assert last[-1] >= first[-1] + 0.1, (first, last)
+    assert first[-1] >= first[0] + 0.25, first

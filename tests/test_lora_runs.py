@@ -1,22 +1,18 @@
 """Whole runs with adapters: the reference for free, first ratios, resumes on other shards."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-import train_ppo
 from ppo.errors import InputError
 from sharding.checkpoint import export_hf
 from tests.distributed import run_distributed
 from tests.ppo.rollout.test_targets import alone
+from tests.quickstart import train_smollm2, validations
 from tests.test_train import rows_of, same_numbers, train_here
 
-ROOT = Path(train_ppo.__file__).parent
 LORA = (
     *("model.lora_rank=4", "actor.optim.lr=1e-2", "critic.optim.lr=1e-2"),
     *("trainer.save_freq=1", "actor.ppo_mini_batch_size=16", "data.val_files=[]"),
@@ -70,30 +66,9 @@ def test_a_run_with_adapters_has_its_reference_for_free_and_resumes_on_other_sha
 @pytest.mark.timeout(3600)
 def test_smollm2_learns_the_quickstarts_task_by_a_quarter_on_adapters_alone(tmp_path):
     """The quickstart's model, data and steps; ten times its learning rate, for adapters."""
-
-    def command(*words: Any) -> None:
-        subprocess.run([sys.executable, "-m", *map(str, words)], check=True, cwd=ROOT)
-
-    model, data, run = (tmp_path / name for name in ("model", "data", "run"))
-    command("ppo.models.smollm2", "--out", model)
-    task = ("min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1")
-    command(
-        *("ppo.data.prepare", "reasoning_gym", "--out", data, "--task", "chain_sum", "--option"),
-        *(*task, "--method", "last_number", "--train_size", 2048, "--test_size", 128),
-    )
-    command(
-        *("torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_ppo.py"),
-        *("--config", "ppo_smollm2_cpu.yaml", f"model.path={model}", *SMOLLM2),
-        *(f"data.train_files={data}/train.parquet", f"data.val_files={data}/test.parquet"),
-        f"trainer.default_local_dir={run}",
-    )
-    rows = rows_of(run)
-    scores = [v for row in rows for name, v in row.items() if name.startswith("val-core/")]
+    keys = ("model.lora_rank=32", "model.lora_alpha=32")
+    rates = ("actor.optim.lr=2e-4", "critic.optim.lr=1e-3")
+    rows = train_smollm2(tmp_path, "ppo_smollm2_cpu.yaml", *keys, *rates)
+    scores = validations(rows, "/reward/mean@1")
     assert scores[-1] - scores[0] >= 0.25, scores
     assert next(row for row in rows if row["step"] == 1)["actor/ref_kl"] == 0.0
-
-
-SMOLLM2 = (
-    *("model.lora_rank=32", "model.lora_alpha=32"),
-    *("actor.optim.lr=2e-4", "critic.optim.lr=1e-3"),
-)

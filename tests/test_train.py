@@ -386,6 +386,7 @@ ELSEWHERE = {
     "guard/lr_factor/MODEL": "after scale_lr",
     "guard/kl_factor": "after scale_kl_coef",
     "reward/extra/NAME": "where the reward returns a dict",
+    "val-aux/SOURCE/NAME/mean": "where the reward returns a dict",
     "training/pooled": "with data.difficulty.pool",
     "reward/running_mean": "with reward.normalize",
     "reward/running_std": "with reward.normalize",

@@ -33,6 +33,8 @@ class Summary(NamedTuple):
     max_length: int
     clip_ratio: float
     """share of responses that were cut by length"""
+    extra: dict[str, float]
+    """means of what rewards and episodes say besides the score, by name"""
 
     def __str__(self) -> str:
         passes = " ".join(f"pass@{k} {share:.3f}" for k, share in self.pass_at.items())
@@ -46,6 +48,7 @@ class Summary(NamedTuple):
     def metrics(self, head: str, n: int) -> dict[str, float]:
         """As they are logged, for n samples a prompt; where every reward has failed, lengths."""
         found = {
+            **{f"val-aux/{head}/{name}/mean": mean for name, mean in self.extra.items()},
             f"val-aux/{head}/response_length/mean": self.mean_length,
             f"val-aux/{head}/response_length/clip_ratio": self.clip_ratio,
         }
@@ -105,7 +108,17 @@ def _summarise(rows: Sequence[Mapping[str, Any]], pass_score: float) -> Summary:
         mean_length=_mean(lengths),
         max_length=max(lengths),
         clip_ratio=_mean([row["finish_reason"] == "length" for row in rows]),
+        extra=_extra([row.get("components", {}) for row in rows]),
     )
+
+
+def _extra(components: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the samples that have a number of that name."""
+    names = sorted({name for each in components for name in each if name.startswith("extra/")})
+    return {
+        name.removeprefix("extra/"): _mean([each[name] for each in components if name in each])
+        for name in names
+    }
 
 
 def table(rows: Sequence[tuple[str, Mapping[str, Summary]]]) -> str:

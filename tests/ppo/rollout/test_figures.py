@@ -44,11 +44,13 @@ def test_a_summary_leaves_failed_samples_out_of_scores_and_counts_them():
 
 
 def test_validation_with_several_samples_logs_pass_at_k_too():
-    rows = [row(0, 1.0), row(0, 0.0), row(0, 0.5), row(0, 0.0)]  # one of four passes
+    rows = [row(0, 1.0, components={"extra/tries": 3.0, "function": 1.0})]
+    rows += [row(0, 0.0, components={"extra/tries": 1.0}), row(0, 0.5), row(0, 0.0)]  # one of four
     rows += [row(1, None), row(1, 1.0), row(1, 2.0), row(1, 1.0)]  # three of three
     rows += [row(2, None, data_source="failed")] * 4
     assert metrics_of(summarise(rows), 4) == pytest.approx(
         {
+            "val-aux/b/tries/mean": 2,  # of those that say it
             "val-aux/b/response_length/mean": 4,
             "val-aux/b/response_length/clip_ratio": 0,
             "val-aux/failed/response_length/mean": 4,
