@@ -57,7 +57,7 @@ has_torch() {
 import sys
 from importlib.metadata import version
 major, minor = map(int, version("torch").split(".")[:2])
-sys.exit(not (2, 13) <= (major, minor) < (2, 15))
+sys.exit(not (2, 11) <= (major, minor) < (2, 15))
 PYTHON
 }
 

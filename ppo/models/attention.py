@@ -8,8 +8,10 @@ Layout inside: query [N, h, d], key and value [N, k, d] with the documents one a
 """
 
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -143,20 +145,22 @@ def varlen_kernel(
     from torch.nn.attention.varlen import varlen_attn
 
     longest = max(documents.lengths)
+    options: dict[str, Any] = {"scale": scale, "window_size": _flash_window(window)}
+    if query.shape[1] != key.shape[1] and _must_ask_for_gqa():
+        options["enable_gqa"] = True
     output = varlen_attn(
-        query,
-        key,
-        value,
-        documents.bounds,
-        documents.bounds,
-        longest,
-        longest,
-        scale=scale,
-        window_size=_flash_window(window),
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, value, documents.bounds, documents.bounds, longest, longest, **options
     )
     assert isinstance(output, Tensor)
     return output
+
+
+@cache
+def _must_ask_for_gqa() -> bool:
+    """torch 2.11 takes fewer heads of keys as they are, and knows no option for it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def flash_kernel(

@@ -93,7 +93,7 @@ def build_tiny_tokenizer() -> "PreTrainedTokenizerBase":
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    core = Tokenizer(models.BPE(vocab=_byte_names(), merges=[]))
+    core = Tokenizer(models.BPE(vocab=byte_names(), merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     reserved = [f"<|reserved_{i}|>" for i in range(256 + len(SPECIAL_TOKENS), VOCAB_SIZE)]
@@ -109,7 +109,7 @@ def build_tiny_tokenizer() -> "PreTrainedTokenizerBase":
     )
 
 
-def _byte_names() -> dict[str, int]:
+def byte_names() -> dict[str, int]:
     """GPT-2's printable stand-in for each byte: itself where printable, else 256, 257, ..."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

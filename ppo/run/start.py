@@ -67,6 +67,8 @@ class Launch:
     """torchrun's agent is the parent"""
     threads: int | None = None
     """CPU threads that the user has asked for (OMP_NUM_THREADS)"""
+    allocator: str = ""
+    """settings of torch's allocator that the user has asked for (PYTORCH_ALLOC_CONF)"""
     error_file: str | None = None
     """where torchrun looks for the reason of a failure"""
 
@@ -84,6 +86,7 @@ class Launch:
             restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
             has_agent=has_agent,
             threads=given_threads(env, os.getppid() if has_agent else None),
+            allocator=env.get("PYTORCH_ALLOC_CONF") or env.get("PYTORCH_CUDA_ALLOC_CONF") or "",
             error_file=env.get("TORCHELASTIC_ERROR_FILE"),
         )
 
@@ -156,14 +159,15 @@ def memory_of(device: torch.device) -> float | None:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def use_expandable_segments() -> None:
-    """Have torch's allocator map pages into growing segments, unless PYTORCH_ALLOC_CONF decides it.
+def use_expandable_segments(settings: str) -> None:
+    """Have torch's allocator map pages into growing segments, unless the user's settings decide it.
 
     Freed blocks of any size can be given out or back then: an engine finds free what the trainer
     does not use. Set here and not in the environment, which engines inherit: those refuse it. A
     weight update switches it off while it shares memory (ppo/engines/sglang/sync.py).
+
+    settings: what the user says in PYTORCH_ALLOC_CONF.
     """
-    settings = torch._C._accelerator_getAllocatorSettings()
     if "expandable_segments" not in settings and "backend" not in settings:
         settings = ",".join([*filter(None, [settings]), "expandable_segments:True"])
         torch._C._accelerator_setAllocatorSettings(settings)
@@ -217,7 +221,7 @@ def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator
         # torch prefers cuDNN's attention on Hopper and later, which makes a plan for every new
         # shape (about half a second each); here every micro-batch has shapes of its own.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        use_expandable_segments()
+        use_expandable_segments(launch.allocator)
     with init_distributed(
         device,
         rank=launch.rank,

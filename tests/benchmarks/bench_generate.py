@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,28 +68,79 @@ def engine_generate(engine: TorchEngine, requests: list[Request], params: Sampli
 
 
 def transformers_generate(model: Any, requests: list[Request], lengths: Tensor) -> None:
+    """The same number of tokens of each row, on the model's device."""
     columns = max(len(request.prompt_ids) for request in requests)
     input_ids = torch.zeros(len(requests), columns, dtype=torch.int64)
     mask = torch.zeros_like(input_ids)
     for row, request in enumerate(requests):
         input_ids[row, columns - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
         mask[row, columns - len(request.prompt_ids) :] = 1
+    device = model.device
     model.generate(
-        input_ids,
-        attention_mask=mask,
+        input_ids.to(device),
+        attention_mask=mask.to(device),
         do_sample=True,
         top_k=0,
         max_new_tokens=int(lengths.max()),
         eos_token_id=None,
         pad_token_id=0,
-        stopping_criteria=[EndRowsAt(columns, lengths)],
+        stopping_criteria=[EndRowsAt(columns, lengths.to(device))],
     )
 
 
-def timed(work: Callable[[], Any]) -> float:
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Wall seconds."""
     started = time.perf_counter()
     work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - started
+
+
+class Comparison(NamedTuple):
+    """Tokens per second of both, and the lengths that both made."""
+
+    engine: float
+    transformers: float
+    mean_length: float
+    longest: int
+
+    @property
+    def ratio(self) -> float:
+        return self.engine / self.transformers
+
+
+def compare_engines(
+    model: Any, *, device: torch.device, dtype: str, batch: int, max_new_tokens: int, repeats: int
+) -> Comparison:
+    """Both on the same ragged prompts, after one call each; needs a process group of one rank."""
+    vocab_size = model.config.vocab_size
+    requests = make_requests(batch, vocab_size)
+    # One token of 40 ends a response: geometric lengths with a mean near 40.
+    stops = tuple(range(0, vocab_size, 40))
+    params = SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=stops)
+    engine = TorchEngine(
+        model,
+        build_mesh(ParallelDims(world_size=1, ranks_per_node=1), device),
+        None,
+        RolloutConfig(
+            dtype=dtype,  # pyright: ignore[reportArgumentType]
+            max_model_len=64 + max_new_tokens,
+            max_num_seqs=batch,
+            reshard_bucket_mib=64,
+        ),
+    )
+    drive(engine.wake())
+    lengths = engine_generate(engine, requests, params)
+    transformers_generate(model, requests, lengths.clamp(max=4))
+    ours, theirs = [], []
+    for _ in range(repeats):
+        ours.append(timed(lambda: engine_generate(engine, requests, params), device))
+        theirs.append(timed(lambda: transformers_generate(model, requests, lengths), device))
+    engine.close()
+    tokens = int(lengths.sum())
+    rates = [tokens / statistics.median(seconds) for seconds in (ours, theirs)]
+    return Comparison(*rates, float(lengths.float().mean()), int(lengths.max()))
 
 
 def main() -> None:
@@ -112,39 +163,22 @@ def main() -> None:
         if args.model
         else AutoModelForCausalLM.from_config(config, dtype=dtype)
     ).eval()
-    requests = make_requests(args.batch, config.vocab_size)
-    # One token of 40 ends a response: geometric lengths with a mean near 40.
-    stops = tuple(range(0, config.vocab_size, 40))
-    params = SamplingParams(max_new_tokens=args.max_new_tokens, stop_token_ids=stops)
     with init_distributed(CPU):
-        engine = TorchEngine(
+        found = compare_engines(
             model,
-            build_mesh(ParallelDims(world_size=1, ranks_per_node=1), CPU),
-            None,
-            RolloutConfig(
-                dtype=args.dtype,
-                max_model_len=64 + args.max_new_tokens,
-                max_num_seqs=args.batch,
-                reshard_bucket_mib=64,
-            ),
+            device=CPU,
+            dtype=args.dtype,
+            batch=args.batch,
+            max_new_tokens=args.max_new_tokens,
+            repeats=args.repeats,
         )
-        drive(engine.wake())
-        lengths = engine_generate(engine, requests, params)
-        ours, theirs = [], []
-        for _ in range(args.repeats):
-            ours.append(timed(lambda: engine_generate(engine, requests, params)))
-            theirs.append(timed(lambda: transformers_generate(model, requests, lengths)))
-        engine.close()
-    tokens = int(lengths.sum())
-    mean, longest = float(lengths.float().mean()), int(lengths.max())
-    rates = [tokens / statistics.median(seconds) for seconds in (ours, theirs)]
-    ratio = rates[0] / rates[1]
     sys.stdout.write(
-        f"{args.batch} rows, response lengths mean {mean:.1f} max {longest}, {args.dtype}, "
+        f"{args.batch} rows, response lengths mean {found.mean_length:.1f} max {found.longest}, "
+        f"{args.dtype}, "
         f"{torch.get_num_threads()} threads\n"
-        f"embedded engine       {rates[0]:8.1f} tokens/s\n"
-        f"transformers generate {rates[1]:8.1f} tokens/s\n"
-        f"ratio {ratio:.2f} (target {TARGET})\n"
+        f"embedded engine       {found.engine:8.1f} tokens/s\n"
+        f"transformers generate {found.transformers:8.1f} tokens/s\n"
+        f"ratio {found.ratio:.2f} (target {TARGET})\n"
     )
 
 

@@ -34,17 +34,20 @@ def full_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Any) -> L
     return LabelLogprobs(logprobs.gather(1, labels[:, None]).sum(1), None)
 
 
-def head_works(tokens: int, device: torch.device) -> dict[str, Callable[[], Any]]:
+def head_works(
+    tokens: int, device: torch.device, *, vocab: int = VOCAB, hidden: int = HIDDEN
+) -> dict[str, Callable[[], Any]]:
+    """Forward and backward of the head alone, both ways, on the same numbers."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    hidden = torch.randn(tokens, HIDDEN, device=device, dtype=dtype, requires_grad=True)
-    weight = torch.empty(VOCAB, HIDDEN, device=device, dtype=dtype).normal_(std=0.02)
-    labels = torch.randint(0, VOCAB, (tokens,), device=device)
+    states = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.empty(vocab, hidden, device=device, dtype=dtype).normal_(std=0.02)
+    labels = torch.randint(0, vocab, (tokens,), device=device)
     weight.requires_grad_()
 
     def run(score: Callable[..., LabelLogprobs]) -> None:
-        hidden.grad = weight.grad = None
-        score(hidden, weight, labels).logprobs.mean().backward()
-        hidden.grad = weight.grad = None
+        states.grad = weight.grad = None
+        score(states, weight, labels).logprobs.mean().backward()
+        states.grad = weight.grad = None
 
     return {"full": partial(run, full_logprobs), "chunked": partial(run, token_logprobs)}
 

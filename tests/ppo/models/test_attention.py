@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ppo.logprobs.blocks import product
 from ppo.models.attention import (
     QUERY_BLOCK,
+    Documents,
     choose_kernel,
     make_documents,
     packed_attention,
@@ -103,6 +106,22 @@ def test_the_kernel_follows_the_configured_name():
     except ImportError:
         with pytest.raises(ValueError, match=r"flash-attn is not installed; use auto"):
             choose_kernel("flash_attention_2", CPU)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_the_kernel_of_a_gpu_is_called_as_this_torch_takes_it(kv_heads, window):
+    """On tensors without memory, which need no GPU: nothing is computed, arguments are checked."""
+    device = torch.device("cuda", 0)
+    with FakeTensorMode():
+        q, k, v = (
+            torch.empty(20, heads, 64, dtype=torch.bfloat16, device=device)
+            for heads in (4, kv_heads, kv_heads)
+        )
+        documents = Documents((8, 12), torch.empty(3, dtype=torch.int32), varlen_kernel)
+        got = varlen_kernel(q, k, v, documents, scale=0.125, window=window, softcap=None)
+        assert got.shape == q.shape and got.dtype == q.dtype
+        assert product(q[:, 0], q[:, 0].t()).dtype == torch.float32
 
 
 @pytest.mark.gpu
