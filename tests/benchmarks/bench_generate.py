@@ -139,8 +139,8 @@ def compare_engines(
         theirs.append(timed(lambda: transformers_generate(model, requests, lengths), device))
     engine.close()
     tokens = int(lengths.sum())
-    rates = [tokens / statistics.median(seconds) for seconds in (ours, theirs)]
-    return Comparison(*rates, float(lengths.float().mean()), int(lengths.max()))
+    rate, other = (tokens / statistics.median(seconds) for seconds in (ours, theirs))
+    return Comparison(rate, other, float(lengths.float().mean()), int(lengths.max()))
 
 
 def main() -> None:

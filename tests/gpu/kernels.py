@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def measure_generation(options: Options) -> Iterator[Row]:
     shape = options.pick("Qwen/Qwen2.5-0.5B", "tiny")
     dtype = options.pick("bfloat16", "float32")
     folder = model_folder(shape, options.folder, options.device)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     model = model.to(options.device).eval()
     with init_distributed(options.device):
         for batch in options.pick((64, 256), (4,)):

@@ -92,10 +92,10 @@ def _kill_group(pid: int | None) -> None:
 
 def _child(part: Part, options: Options, rows_file: Path, log: Path) -> None:
     os.setsid()
-    with log.open("w", encoding="utf-8") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    code = 0
+    file, code = log.open("w", encoding="utf-8", buffering=1), 0
+    for number in (1, 2):
+        os.dup2(file.fileno(), number)
+    sys.stdout = sys.stderr = file  # a test's own may lead elsewhere
     try:
         with rows_file.open("w", encoding="utf-8") as rows:
             for row in part.work(options):
@@ -104,8 +104,7 @@ def _child(part: Part, options: Options, rows_file: Path, log: Path) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    file.flush()
     os._exit(code)  # nothing of the parent's is to be ended here
 
 
