@@ -16,8 +16,15 @@ NO_SOURCE = "unknown"
 """data_source of rows without one, as verl calls it"""
 QUICK_ROWS = 64
 """rows of each file that `check_data_files` reads"""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""columns, and kinds of the parts of a message, that no language model reads"""
 CHARS_PER_TOKEN = 64
 """a text this much longer than data.max_prompt_length is not tokenized whole to learn that it is"""
+
+ONLY_TEXT = (
+    "text alone is read, also by the language model of a multimodal one: leave such rows out, or "
+    "rename a column that is for the reward"
+)
 
 
 class Sample(NamedTuple):
@@ -38,6 +45,9 @@ def parse_row(row: Row, data: DataConfig, *, need_data_source: bool = True) -> S
     column is added to extra_info. Raises DataError.
     """
     values = dict(row.values)
+    for column in MEDIA:
+        if _holds(values.get(column)):
+            raise row.error(f"the prompt comes with {column}, and {ONLY_TEXT}", column)
     messages = _parse_prompt(row, values.pop(data.prompt_key, None), data.prompt_key)
     source = values.pop(data.reward_fn_key, None)
     if source is None and need_data_source:
@@ -76,15 +86,31 @@ def _parse_prompt(row: Row, prompt: Any, key: str) -> list[dict[str, str]] | str
     return [_parse_message(row, message, key, i) for i, message in enumerate(prompt)]
 
 
+def _holds(value: Any) -> bool:
+    """Whether a column says something: rows without images have an empty list there."""
+    return value is not None and not (isinstance(value, str | list | dict) and not value)
+
+
 def _parse_message(row: Row, message: Any, key: str, index: int) -> dict[str, str]:
     if not isinstance(message, dict):
         raise row.error(f"message {index} must be {{role, content}}, not {kind_of(message)}", key)
+    if isinstance(message.get("content"), list):
+        message = message | {"content": _text_of(row, message["content"], key, index)}
     for name in ("role", "content"):
         if not isinstance(message.get(name), str):
             kind = kind_of(message.get(name))
             raise row.error(f"message {index} needs a text '{name}', not {kind}", key)
     # a parquet struct has all keys in all rows: those that are null were not written
     return {name: value for name, value in message.items() if value is not None}
+
+
+def _text_of(row: Row, parts: list[Any], key: str, index: int) -> str:
+    """The text of a content in parts, as models of text and images take it."""
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise row.error(f"message {index} holds a part of type {kind!r}, and {ONLY_TEXT}", key)
+    return "".join(part["text"] for part in parts)
 
 
 def _optional_dict(row: Row, value: Any, column: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from ppo.config import Config
 from ppo.engines.contract import Engine
 from ppo.errors import InputError
 from ppo.model_shapes import rope_problem, window_problem
+from ppo.models.wrapped import language_model_folder
 from sharding.agree import together
 from sharding.mesh import Mesh
 
@@ -49,6 +50,10 @@ def build_engine(
             from ppo.engines.sglang.engine import SGLangEngine
 
             logs = run_dir / "logs"
+            if getattr(module, "wrapper", None) is not None:
+                model_path = language_model_folder(
+                    model_path, hf_config, run_dir / "language_model"
+                )
             return SGLangEngine(config, mesh, module, model_path=str(model_path), log_dir=logs)
         case "torch":
             from ppo.engines.embedded.engine import TorchEngine

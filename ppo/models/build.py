@@ -7,9 +7,6 @@ micro-batch and full logits never exist. Must not know losses, batches or the tr
 Letters: N packed tokens of this rank, b x S padded tokens, D documents, K scored tokens, H hidden.
 """
 
-import logging
-import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,6 +27,7 @@ from ppo.models.forward import (
     replace_forward,
     values,
 )
+from ppo.models.hf_config import load_hf_config, load_whole_config
 from ppo.models.lora import attach, fill
 from ppo.models.verify import examine
 from ppo.models.weights import (
@@ -40,61 +38,16 @@ from ppo.models.weights import (
     raise_problems,
     remember_names,
 )
+from ppo.models.wrapped import Whole, check_language_model, open_whole
 from sharding.activations import checkpoint_activations, offload_activations
 from sharding.adapters import freeze_base
 from sharding.agree import together
+from sharding.checkpoint.classes import classifier_class
 from sharding.fsdp import shard_model
 from sharding.mesh import Mesh
 from sharding.names import tied_names
 
-__all__ = ["build_causal_lm", "build_value_model", "is_packable", "load_hf_config", "vocabulary_of"]
-
-logger = logging.getLogger(__name__)
-
-_RANDOM_KEY = re.compile(r"dropout|pdrop$|layerdrop|jitter")
-
-
-def vocabulary_of(path: str | Path, model_config: ModelConfig) -> int | None:
-    """Token ids of a model, read from its configuration; None where that does not say."""
-    text = load_hf_config(path, model_config).get_text_config()
-    return getattr(text, "vocab_size", None)
-
-
-def load_hf_config(path: str | Path, model_config: ModelConfig) -> Any:
-    """transformers' configuration of a folder or hub name, with model.override_config applied.
-
-    What is drawn at random in training (dropout, skipped layers, noise of a router) has no effect:
-    models stay in evaluation mode, so that the ratio of the first mini-batch is exactly 1.
-    Raises InputError when there is no such model or a key to override does not exist.
-    """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=model_config.trust_remote_code)
-    except (OSError, ValueError) as error:  # no file, no JSON, an unknown type, code of its own
-        hint = "set model.trust_remote_code: " if "trust_remote_code" in str(error) else ""
-        raise InputError(f"{path}: no configuration that loads: {hint}{error}") from error
-    for key, value in model_config.override_config.items():
-        if not hasattr(config, key):
-            raise InputError(f"model.override_config.{key}: {path} has no such key")
-        setattr(config, key, value)
-    for key, value in config.to_dict().items():
-        if _RANDOM_KEY.search(key) and isinstance(value, float) and value > 0:
-            logger.info(
-                "%s: %s=%s has no effect: every pass is that of evaluation", path, key, value
-            )
-    text = config.get_text_config()
-    if getattr(text, "output_router_logits", False):
-        logger.warning(
-            "%s: output_router_logits: what balances its experts (router_aux_loss_coef=%s) is no "
-            "part of the losses here, which never look at it",
-            path,
-            getattr(text, "router_aux_loss_coef", None),
-        )
-    if (getattr(text, "pad_token_id", None) or 0) >= getattr(text, "vocab_size", sys.maxsize):
-        logger.info("%s: pad_token_id=%s is no id of the model", path, text.pad_token_id)
-        text.pad_token_id = None  # else its embedding could not be built; nothing pads with it
-    return config
+__all__ = ["build_causal_lm", "build_value_model", "is_packable"]
 
 
 def build_causal_lm(
@@ -126,15 +79,14 @@ def build_causal_lm(
     Raises InputError for a model that does not fit the mesh or weights that do not fit the model.
     Collective over all ranks.
     """
-    hf_config = load_hf_config(path, model_config)
+    hf_config, whole = load_hf_config(path, model_config), open_whole(path, model_config)
     module = _on_meta(path, hf_config, model_config, dtype)
-    findings = _findings(module, hf_config, mesh, model_config)
+    findings = _findings(module, hf_config, whole, mesh, model_config)
     _replace(module, findings, mesh, model_config, label_logprobs, num_ids)
-    converted = remember_names(module)
+    remember_names(module, whole)
     attach(module, lora, path)
     _shard(module, mesh, model_config, fsdp_config, checkpointing, forward_only, shard_dim1)
-    source = (model_config, dtype, False)
-    _fill(module, path, mesh, fsdp_config, converted=converted, source=source)
+    _fill(module, path, mesh, fsdp_config, source=(model_config, dtype, False))
     fill(module, lora, mesh)
     return module
 
@@ -154,8 +106,7 @@ def reload_weights(
     load_weights(
         module,
         path,
-        source=HostCopy(partial(_whole_on_host, path, model_config, dtype, False), mesh.host_group),
-        converted=bool(module._names_are_converted),
+        source=_host_copy(path, mesh, model_config, dtype, False),
     )
 
 
@@ -178,9 +129,9 @@ def build_value_model(
     module(input_ids, position_ids, positions, cu_seqlens=None, attention_mask=None) -> [K] float32
     Arguments and errors as build_causal_lm's.
     """
-    hf_config = load_hf_config(path, model_config)
+    hf_config, whole = load_hf_config(path, model_config), open_whole(path, model_config)
     module = _on_meta(path, hf_config, model_config, dtype)
-    findings = _findings(module, hf_config, mesh, model_config)
+    findings = _findings(module, hf_config, whole, mesh, model_config)
     aliases = tied_names(module)  # a file may hold the embedding as the head alone
     module.config.tie_word_embeddings = False
     head = module.get_output_embeddings()
@@ -190,7 +141,7 @@ def build_value_model(
     module.score = nn.Linear(head.in_features, 1, bias=False, device="meta", dtype=trained)
     module.config.num_labels = 1  # so that an export loads as a sequence classifier
     _replace(module, findings, mesh, model_config, values)
-    converted = remember_names(module)
+    remember_names(module, whole)
     attach(module, lora, path, value_head="score")
     _shard(module, mesh, model_config, fsdp_config, checkpointing, forward_only, None)
     _fill(
@@ -198,7 +149,6 @@ def build_value_model(
         path,
         mesh,
         fsdp_config,
-        converted=converted,
         source=(model_config, dtype, needs_head),
         aliases=aliases,
         optional=() if needs_head else ("score.weight",),
@@ -240,12 +190,16 @@ def _replace(
     replace_forward(module, plan, forward)
 
 
-def _findings(module: nn.Module, hf_config: Any, mesh: Mesh, model_config: ModelConfig) -> Findings:
+def _findings(
+    module: nn.Module, hf_config: Any, whole: Whole | None, mesh: Mesh, model_config: ModelConfig
+) -> Findings:
     """Rank 0 examines the family, on its host, for all. Collective."""
 
     def ask() -> Findings | None:
         if mesh.rank != 0:
             return None
+        if whole is not None and model_config.verify_forward:
+            check_language_model(whole.config)
         return examine(
             hf_config,
             module,
@@ -296,7 +250,6 @@ def _fill(
     mesh: Mesh,
     fsdp_config: FsdpConfig,
     *,
-    converted: bool,
     source: tuple[ModelConfig, torch.dtype, bool],
     aliases: list[list[str]] | None = None,
     optional: tuple[str, ...] = (),
@@ -310,8 +263,7 @@ def _fill(
     load_weights(
         module,
         path,
-        source=HostCopy(partial(_whole_on_host, path, *source), mesh.host_group),
-        converted=converted,
+        source=_host_copy(path, mesh, *source),
         aliases=aliases,
         optional=optional,
         ignored=ignored,
@@ -319,16 +271,29 @@ def _fill(
     install_input_hook(module)
 
 
-def _whole_on_host(
-    path: Path, model_config: ModelConfig, dtype: torch.dtype, classifier: bool
-) -> nn.Module:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+def _host_copy(
+    path: Path, mesh: Mesh, model_config: ModelConfig, dtype: torch.dtype, classifier: bool
+) -> HostCopy:
+    """Where weights come from whose names in the files are not the model's."""
+    whole = load_whole_config(path, model_config)
+    build = partial(_whole_on_host, path, whole, model_config, dtype, classifier)
+    return HostCopy(build, mesh.host_group, wrapped=whole is not None)
 
-    kind = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+
+def _whole_on_host(
+    path: Path, whole: Any, model_config: ModelConfig, dtype: torch.dtype, classifier: bool
+) -> nn.Module:
+    """By transformers' own loading; a multimodal model with all that it has."""
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    config = whole or load_hf_config(path, model_config)
+    kind: Any = AutoModelForMultimodalLM if whole is not None else AutoModelForCausalLM
+    if classifier:
+        kind = classifier_class(config)
     try:
         loaded: Any = kind.from_pretrained(
             path,
-            config=load_hf_config(path, model_config),
+            config=config,
             dtype=dtype,
             trust_remote_code=model_config.trust_remote_code,
             output_loading_info=True,

@@ -15,6 +15,7 @@ from ppo.config import Lora
 from ppo.errors import InputError
 from ppo.models.weights import local_box, local_shard
 from sharding.adapters import A, is_adapter
+from sharding.checkpoint.wrapped import text_name
 
 CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
@@ -87,5 +88,7 @@ def load_adapter(module: nn.Module, path: Path) -> None:
 
 
 def _own_name(name: str) -> str:
-    """base_model.model.LAYER.lora_A.weight is LAYER.lora_A."""
-    return name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+    """base_model.model.LAYER.lora_A.weight is LAYER.lora_A, in the language model of a multimodal
+    one too."""
+    name = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+    return text_name(name) or name

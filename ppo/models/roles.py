@@ -11,13 +11,9 @@ from torch import nn
 
 from ppo.config import Config, ModelRole
 from ppo.errors import InputError
-from ppo.models.build import (
-    build_causal_lm,
-    build_value_model,
-    load_hf_config,
-    vocabulary_of,
-)
+from ppo.models.build import build_causal_lm, build_value_model
 from ppo.models.folder import model_folder
+from ppo.models.hf_config import load_hf_config, vocabulary_of
 from ppo.models.learner import Learner, Model, WithoutAdapters, make_optimizer
 from sharding.fsdp import reshard
 from sharding.layout import row_parallel_weight

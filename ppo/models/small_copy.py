@@ -9,6 +9,8 @@ attention, windows and soft caps matter. Must not know what a copy is for, devic
 import copy
 import math
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,16 +64,24 @@ _CHOSEN_KEY = re.compile(r"experts_per_tok(en)?$|^(moe_)?top_?k$|^moe_k$")
 _INDEX_ATTRIBUTES = {"layer_idx", "layer_id", "layer_number", "block_idx", "training"}
 
 
+Build = Callable[[Any], Any]
+"""a configuration -> the model of it"""
+
+
 class NoSmallCopy(Exception):
     """A configuration of which no small copy can be made; the text says why."""
 
 
-def build_small_copy(config: Any, *, trust_remote_code: bool = False) -> Any:
+def build_small_copy(
+    config: Any, *, trust_remote_code: bool = False, kind: Any | None = None
+) -> Any:
     """A float32 causal LM of `config`'s family on the host, in evaluation mode.
 
     The same on every call: random numbers of the caller are neither used nor changed.
+    kind: transformers' class of it; None = AutoModelForCausalLM's.
     Raises NoSmallCopy where transformers' code does not take the small sizes.
     """
+    build = partial(_from_config, trust_remote_code=trust_remote_code, kind=kind)
     text = config.get_text_config(decoder=True)
     divisor = _divisor(text)
     try:
@@ -79,10 +89,10 @@ def build_small_copy(config: Any, *, trust_remote_code: bool = False) -> Any:
             small = copy.deepcopy(config)
             _shrink(small, divisor, getattr(text, "max_position_embeddings", None))
             _fit_towers(small, small.get_text_config(decoder=True))
-            small = _one_layer_of_each_kind(small, trust_remote_code)
-            size = _num_parameters(small, trust_remote_code)
+            small = _one_layer_of_each_kind(small, build)
+            size = _num_parameters(small, build)
             if size <= MAX_PARAMETERS:
-                return _with_random_weights(small, trust_remote_code)
+                return _with_random_weights(small, build)
             divisor *= 2
     except Exception as error:  # whatever the code of a family raises
         raise NoSmallCopy(f"{type(error).__name__}: {error}") from error
@@ -110,6 +120,10 @@ def _shrink(config: Any, divisor: int, positions: int | None) -> None:
         words = set(key.split("_"))
         if hasattr(value, "to_dict"):
             _shrink(value, divisor, positions)
+        elif isinstance(value, dict) and "mrope_section" in value:
+            # frequencies of each of a token's three positions; of text these are equal
+            number = max(sum(value["mrope_section"]) // divisor, 3)
+            setattr(config, key, value | {"mrope_section": [number - 2, 1, 1]})
         elif isinstance(value, float) and _CAP_KEY.search(key):
             setattr(config, key, min(value, CAP))
         elif isinstance(value, bool) or not isinstance(value, int | list):
@@ -159,14 +173,14 @@ def _divided(value: Any, divisor: int) -> Any:
     return value
 
 
-def _one_layer_of_each_kind(config: Any, trust_remote_code: bool) -> Any:
+def _one_layer_of_each_kind(config: Any, build: Build) -> Any:
     """The configuration cut behind the layer by which every kind of layer has come.
 
     Two layers at least. Where layers are not found all are kept.
     """
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):
-        module = _from_config(config, trust_remote_code)
+        module = build(config)
     try:
         layers = transformer_layers(module)
     except ValueError:
@@ -201,16 +215,16 @@ def _settings(part: nn.Module) -> list[tuple[str, str]]:
     ]
 
 
-def _num_parameters(config: Any, trust_remote_code: bool) -> int:
+def _num_parameters(config: Any, build: Build) -> int:
     with torch.device("meta"):
-        return sum(p.numel() for p in _from_config(config, trust_remote_code).parameters())
+        return sum(p.numel() for p in build(config).parameters())
 
 
 @torch.no_grad()
-def _with_random_weights(config: Any, trust_remote_code: bool) -> Any:
+def _with_random_weights(config: Any, build: Build) -> Any:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        module = _from_config(config, trust_remote_code)
+        module = build(config)
         for parameter in module.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=GAIN * parameter.shape[-1] ** -0.5)
@@ -219,9 +233,11 @@ def _with_random_weights(config: Any, trust_remote_code: bool) -> Any:
     return module.eval().requires_grad_(False)
 
 
-def _from_config(config: Any, trust_remote_code: bool) -> Any:
+def _from_config(config: Any, *, trust_remote_code: bool, kind: Any | None) -> Any:
     from transformers import AutoModelForCausalLM
 
+    if kind is not None:
+        return kind._from_config(config, dtype=torch.float32)
     return AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, trust_remote_code=trust_remote_code
     )

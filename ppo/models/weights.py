@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ppo.errors import InputError
 from sharding.adapters import model_parameters
 from sharding.agree import together
+from sharding.checkpoint.wrapped import text_name
 from sharding.names import (
     non_persistent_buffers,
     persistent_buffers,
@@ -43,7 +44,9 @@ class WeightsError(InputError):
 class SafetensorsFolder:
     """The tensors of model.safetensors, or of all files that its index names, opened as needed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, wrapped: bool = False) -> None:
+        """wrapped: a multimodal folder, of which there is the language model alone, under the names
+        of a causal LM."""
         self.folder = folder
         self.files: dict[str, str] = {}
         """file of each tensor; empty when the folder holds no safetensors"""
@@ -52,6 +55,12 @@ class SafetensorsFolder:
             self.files = _read_index(folder / INDEX)
         elif (folder / SINGLE).is_file():
             self.files = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+        self._stored: dict[str, str] = {}
+        """the name in the file, where it is another"""
+        if wrapped:
+            own = {text_name(name): name for name in self.files}
+            self._stored = {name: stored for name, stored in own.items() if name is not None}
+            self.files = {name: self.files[stored] for name, stored in self._stored.items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the header of its file."""
@@ -64,12 +73,13 @@ class SafetensorsFolder:
 
     def where(self, name: str) -> str:
         """`file: key`, for messages; the index for a key that no file holds."""
-        return f"{self.folder / self.files.get(name, INDEX)}: {name}"
+        stored = self._stored.get(name, name)
+        return f"{self.folder / self.files.get(name, INDEX)}: {stored}"
 
     def _slice(self, name: str) -> Any:
         handle = self._handle(self.files[name])
         try:
-            return handle.get_slice(name)
+            return handle.get_slice(self._stored.get(name, name))
         except SafetensorError as error:
             raise WeightsError(f"{self.where(name)}: {error}") from error
 
@@ -107,6 +117,16 @@ class HostCopy(NamedTuple):
     """the whole model on the host, by transformers' own loading"""
     group: dist.ProcessGroup
     """host group of all ranks, over which rank 0 hands the tensors out"""
+    wrapped: bool = False
+    """it is a multimodal model around the one that is filled"""
+
+
+class Conversion(NamedTuple):
+    """What transformers does with the tensors of a folder when it loads a model."""
+
+    renames: bool
+    merges: bool
+    """joins, cuts or turns them"""
 
 
 def materialize(module: nn.Module, *, param_device: torch.device, device: torch.device) -> None:
@@ -132,21 +152,31 @@ def materialize(module: nn.Module, *, param_device: torch.device, device: torch.
         module._init_weights(module.get_submodule(owner))  # pyright: ignore[reportCallIssue]
 
 
-def remember_names(module: Any) -> bool:
+def remember_names(module: Any, whole: Any | None = None) -> None:
     """Note on a transformers model how its names differ from those of its checkpoints.
 
     They are looked up by class, and FSDP renames classes: call this before sharding. Whoever writes
     the checkpoint's names (transformers.core_model_loading.revert_weight_conversion) finds them
-    there. Returns whether names are converted on loading.
+    there, and so does whoever loads.
+    whole: the multimodal model (ppo/models/wrapped.py) whose folder holds it.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
+    from transformers.core_model_loading import PrefixChange, WeightRenaming
 
     conversions = get_model_conversion_mapping(module, add_legacy=False)
     # As transformers does: whether a checkpoint has a prefix that may be left out is not known.
-    module._names_are_converted = bool(conversions)
     module._weight_conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
-    return bool(conversions)
+    if whole is not None:
+        module.wrapper = whole.wrapper
+        conversions = get_model_conversion_mapping(whole.module, add_legacy=False)
+        # those of its towers have the tower as their scope
+        conversions = [
+            c
+            for c in conversions
+            if (c.scope_prefix or "language_model").startswith("language_model")
+        ]
+    merges = any(not isinstance(c, WeightRenaming) for c in conversions)
+    module.conversion = Conversion(bool(conversions), merges)
 
 
 def load_weights(
@@ -154,30 +184,33 @@ def load_weights(
     folder: Path,
     *,
     source: HostCopy,
-    converted: bool,
     aliases: Sequence[Sequence[str]] | None = None,
     optional: Sequence[str] = (),
     ignored: Sequence[str] = (),
 ) -> None:
     """Fill parameters and persistent buffers of a materialized model from `folder`.
 
-    Every rank reads only its shards. Where names are `converted` on loading (`remember_names` of
-    the module before it was sharded), or the folder holds no safetensors, rank 0 builds the whole
-    model on the host and every rank takes its slices of each broadcast tensor: collective then.
+    Every rank reads only its shards. Where tensors are converted on loading (`remember_names` of
+    the module before it was sharded) and the files do not hold them under the model's names, or the
+    folder holds no safetensors, rank 0 builds the whole model on the host and every rank takes its
+    slices of each broadcast tensor: collective then.
     Files may hold a tensor under any name of its group in `aliases` (None = of the module's tied
     parameters). Names in `optional` that no file holds become zeros; keys that match a pattern of
     `ignored` may be there.
     Raises WeightsError that lists missing, unexpected and mis-shaped keys with their files.
     """
-    files, targets = SafetensorsFolder(folder), _targets(module)
+    files, targets = SafetensorsFolder(folder, wrapped=source.wrapped), _targets(module)
     names = {g[0]: list(g) for g in (tied_names(module) if aliases is None else aliases)}
     for name in [name for name in optional if name not in files.files]:
         local_shard(targets.pop(name)).zero_()
-    if converted or not files.files:
-        reason = "names are converted on loading" if converted else "the folder has no safetensors"
-        _load_through_host(module, files, targets, source, reason)
+    conversion: Conversion = module.conversion  # pyright: ignore[reportAssignmentType]
+    problems = _problems(module, files, targets, names, ignored)
+    if not files.files:
+        _load_through_host(module, files, targets, source, "the folder has no safetensors")
+    elif conversion.merges or (conversion.renames and problems):
+        _load_through_host(module, files, targets, source, "names are converted on loading")
     else:
-        _check(module, files, targets, names, ignored)
+        raise_problems(problems)
         _load_slices(files, targets, names)
     unknown = {n: b for n, b in non_persistent_buffers(module).items() if _unset(b)}
     if unknown:
@@ -228,13 +261,14 @@ def local_shard(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _check(
+def _problems(
     module: nn.Module,
     files: SafetensorsFolder,
     targets: dict[str, Tensor],
     aliases: Mapping[str, Sequence[str]],
     ignored: Sequence[str],
-) -> None:
+) -> list[str]:
+    """What does not fit: missing, unexpected and mis-shaped keys, with their files."""
     problems = []
     for name, target in targets.items():
         stored = [n for n in aliases.get(name, [name]) if n in files.files]
@@ -254,7 +288,7 @@ def _check(
         for name in sorted(files.files.keys() - known)
         if not any(re.search(pattern, name) for pattern in allowed)
     ]
-    raise_problems(problems)
+    return problems
 
 
 def raise_problems(problems: Sequence[str]) -> None:
@@ -285,7 +319,9 @@ def _load_through_host(
     def build() -> None:
         if rank == 0:
             host = source.build()
-            whole.update({**dict(host.named_parameters()), **dict(host.named_buffers())})
+            held = {**dict(host.named_parameters()), **dict(host.named_buffers())}
+            named = {text_name(n) if source.wrapped else n: t for n, t in held.items()}
+            whole.update(named)
 
     together(build, source.group, WeightsError, expected=WeightsError, name_ranks=False)
     for name, target in targets.items():

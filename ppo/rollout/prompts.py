@@ -24,8 +24,8 @@ from ppo.data.tokenizer import (
     token_ids,
 )
 from ppo.errors import InputError
-from ppo.models.build import vocabulary_of
 from ppo.models.folder import model_folder
+from ppo.models.hf_config import vocabulary_of
 from ppo.rollout.figures import metric_head
 from ppo.run.run import Run
 from sharding.agree import gather, raise_everywhere, together

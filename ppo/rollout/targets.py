@@ -14,8 +14,9 @@ from torch import nn
 
 from ppo.config import Config, Lora, Problem
 from ppo.errors import InputError
-from ppo.models.build import load_hf_config, reload_weights
+from ppo.models.build import reload_weights
 from ppo.models.folder import read_generation_config
+from ppo.models.hf_config import load_hf_config
 from ppo.models.peft_folder import is_peft_folder, load_adapter, read_lora
 from sharding.agree import together
 from sharding.checkpoint import Checkpointer, CheckpointError

@@ -46,7 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     dtypes = ["float32", "bfloat16", "float16"]
     export.add_argument("--dtype", choices=dtypes, help="of the weights (as saved)")
     export.add_argument("--adapter", action="store_true", help="adapters alone, as peft has them")
-    export.add_argument("--base", type=Path, help="folder of the model under adapters (as trained)")
+    around = "folder of the model under adapters, or around the trained one (as trained)"
+    export.add_argument("--base", type=Path, help=around)
     return parser
 
 

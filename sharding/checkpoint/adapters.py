@@ -16,7 +16,11 @@ from torch import Tensor, nn
 
 from sharding.adapters import A, adapters_of
 from sharding.checkpoint.base import fingerprint
+from sharding.checkpoint.classes import classifier_class, empty_model
 from sharding.checkpoint.files import CheckpointError
+from sharding.checkpoint.rewrap import write_whole
+from sharding.checkpoint.wrapped import Wrapper, text_name
+from sharding.names import tied_names
 
 FILE = "adapters.json"
 """in models/NAME/ of a checkpoint that holds adapters and no model"""
@@ -57,12 +61,23 @@ def check_base(checkpoint: Path, models: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def write_adapter(tensors: Mapping[str, Tensor], description: Mapping[str, Any], out: Path) -> None:
+def write_adapter(
+    tensors: Mapping[str, Tensor],
+    description: Mapping[str, Any],
+    out: Path,
+    wrapper: Wrapper | None = None,
+) -> None:
     """adapter_config.json and adapter_model.safetensors, as peft writes them.
 
-    A value head is among them, as a module that is saved whole.
+    A value head is among them, as a module that is saved whole. Those of the language model of a
+    multimodal folder have the names of the whole model; each layer is named in full then, for its
+    towers have layers that are called alike.
     """
     out.mkdir(parents=True, exist_ok=True)
+    targets = description["target_modules"]
+    if wrapper is not None:
+        tensors = {wrapper.whole_name(name): tensor for name, tensor in tensors.items()}
+        targets = [name.removesuffix(f".{A}") for name in tensors if name.endswith(f".{A}")]
     has_head = f"{HEAD}.weight" in tensors
     config = {
         "peft_type": "LORA",
@@ -71,7 +86,7 @@ def write_adapter(tensors: Mapping[str, Tensor], description: Mapping[str, Any],
         "r": description["rank"],
         "lora_alpha": description["alpha"],
         "lora_dropout": description["dropout"],
-        "target_modules": description["target_modules"],
+        "target_modules": targets,
         "modules_to_save": [HEAD] if has_head else None,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -92,6 +107,7 @@ def write_merged(
     *,
     config_folder: Path,
     base: Path | None,
+    wrapper: Wrapper | None = None,
     dtype: torch.dtype | None,
     file_bytes: int,
 ) -> None:
@@ -100,13 +116,12 @@ def write_merged(
     base: where the base lies now; None = where it did. dtype: None = as the base was held.
     Raises CheckpointError when it is not there, or not the one that the adapters are of.
     """
-    module = _load_base(
-        base or Path(description["base"]), config_folder, description, f"{HEAD}.weight" in tensors
-    )
+    has_head, folder = f"{HEAD}.weight" in tensors, base or Path(description["base"])
+    module = _load_base(folder, config_folder, description, has_head, wrapper is not None)
     own = {name: p for name, p in module.named_parameters() if name not in tensors}
     if (found := fingerprint(own)) != description["fingerprint"]:
         raise CheckpointError(
-            f"{base or description['base']}: is not the model that was trained upon: its "
+            f"{folder}: is not the model that was trained upon: its "
             f"fingerprint is {found}, not {description['fingerprint']}"
         )
     dtype = dtype or next(iter(own.values())).dtype
@@ -119,24 +134,44 @@ def write_merged(
             weight.data = (weight.float() + delta).to(dtype)
         elif layer == HEAD:
             module.get_parameter(name).data = tensor.to(dtype)
-    module.to(dtype).save_pretrained(out, max_shard_size=file_bytes)
+    module.to(dtype)
+    if wrapper is None or has_head:
+        return module.save_pretrained(out, max_shard_size=file_bytes)
+    out.mkdir(parents=True)
+    whole = {name: tensor.data for name, tensor in module.state_dict().items()}
+    ties = tied_names(module)
+    for name in (name for names in ties for name in names[1:]):
+        del whole[name]
+    write_whole(wrapper, [whole], out, ties=ties, base=folder)
 
 
 @torch.no_grad()
 def _load_base(
-    base: Path, config_folder: Path, description: Mapping[str, Any], classifier: bool
+    base: Path,
+    config_folder: Path,
+    description: Mapping[str, Any],
+    classifier: bool,
+    wrapped: bool,
 ) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     options: dict[str, Any] = {"num_labels": 1} if classifier else {}
-    factory = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
     config = AutoConfig.from_pretrained(config_folder, **options)
+    kind = classifier_class(config) if classifier else AutoModelForCausalLM
     dtype = getattr(torch, description["dtype"])
     try:
         if not base.is_dir():
             raise OSError("no such folder")
-        return factory.from_pretrained(base, config=config, dtype=dtype).requires_grad_(False)
+        if not wrapped:
+            return kind.from_pretrained(base, config=config, dtype=dtype).requires_grad_(False)
+        whole = AutoModelForMultimodalLM.from_pretrained(base, dtype=dtype)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{base}: the model under the adapters does not load: {error}; --base names its folder"
         ) from error
+    module = empty_model(kind, config, dtype=dtype).requires_grad_(False)
+    held = {text_name(name): tensor for name, tensor in whole.state_dict().items()}
+    for name, tensor in module.state_dict().items():
+        if name in held:  # all but a value head
+            tensor.copy_(held[name])
+    return module

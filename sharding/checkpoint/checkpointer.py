@@ -29,6 +29,7 @@ from sharding.checkpoint.adapters import document_of
 from sharding.checkpoint.damage import find_damage, read_train_state
 from sharding.checkpoint.files import CheckpointError, DamagedCheckpoint
 from sharding.checkpoint.reader import read_checkpoint
+from sharding.checkpoint.wrapped import FILE as WRAPPER
 from sharding.checkpoint.writer import CheckpointWriter, Job
 from sharding.fsdp import reshard
 from sharding.groups import new_group
@@ -359,4 +360,6 @@ def _model_configs(models: Mapping[str, nn.Module]) -> dict[str, bytes]:
             found[f"models/{name}/config.json"] = config.to_json_string().encode()
         if (document := document_of(module)) is not None:
             found[f"models/{name}/{ADAPTERS}"] = document
+        if (wrapper := getattr(module, "wrapper", None)) is not None:
+            found[f"models/{name}/{WRAPPER}"] = wrapper.document()
     return found

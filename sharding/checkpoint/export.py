@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sharding.checkpoint.adapters import read_description, write_adapter, write_merged
+from sharding.checkpoint.classes import classifier_class, empty_model
 from sharding.checkpoint.damage import block_checksums
 from sharding.checkpoint.files import (
     MANIFEST,
@@ -29,7 +30,9 @@ from sharding.checkpoint.files import (
     sync_tree,
 )
 from sharding.checkpoint.folder import find_checkpoint
+from sharding.checkpoint.rewrap import write_whole
 from sharding.checkpoint.storage import SafeReader, read_tensors
+from sharding.checkpoint.wrapped import read_wrapper
 from sharding.names import layer_of, tied_names
 from sharding.progress import PROGRESS
 
@@ -52,7 +55,8 @@ def export_hf(
 
     Needs host memory for a file of weights (FILE_BYTES), or a layer, in `dtype`, twice where names
     are converted. A value model becomes a sequence classification model with one label. Adapters
-    are merged into their base, which is in host memory then.
+    are merged into their base, which is in host memory then. What was the language model of a
+    multimodal folder goes back into a copy of that folder.
 
     Args:
         checkpoint: a checkpoint, or a run's folder: its newest undamaged one.
@@ -60,7 +64,8 @@ def export_hf(
         model: name under which the model was saved.
         dtype: None = as saved (float32 master weights); of a merged model as the base was held.
         adapter: write adapters alone, in peft's format.
-        base: folder of the model under adapters; None = where it was in training.
+        base: folder of the model under adapters, or of the multimodal one around the trained
+            model; None = where it was in training.
 
     Raises:
         CheckpointError: no such checkpoint or model, or `out` exists and is not empty.
@@ -99,19 +104,20 @@ def write_hf(
 
     adapter: None = where it holds one.
     """
-    description = read_description(checkpoint, model)
+    description, wrapper = read_description(checkpoint, model), read_wrapper(checkpoint, model)
     if adapter and description is None:
         raise CheckpointError(f"{checkpoint}: holds the whole {model}, no adapter")
     if description is not None:
         source = _Source(checkpoint, model, None)
         tensors, own = source.read([*source.dtypes]), checkpoint / "models" / model
         if adapter is None or adapter:
-            write_adapter(tensors, description, out)
+            write_adapter(tensors, description, out, wrapper)
         else:
             write_merged(
                 *(tensors, description, out),
                 config_folder=own,
                 base=base,
+                wrapper=wrapper,
                 dtype=dtype,
                 file_bytes=FILE_BYTES,
             )
@@ -123,8 +129,12 @@ def write_hf(
     if missing:
         raise CheckpointError(f"{checkpoint}: lacks {missing[0]} of {model}")
     out.mkdir(parents=True)
-    _write_configuration(module, out)
-    _write_weights(module, source, out)
+    if wrapper is not None and "score.weight" not in source.dtypes:
+        parts = (source.read(names) for names in _parts(module, source))
+        write_whole(wrapper, parts, out, ties=tied_names(module), base=base)
+    else:
+        _write_configuration(module, out)
+        _write_weights(module, source, out)
     _write_assets(checkpoint, out)
 
 
@@ -235,14 +245,13 @@ def _no_progress_bar() -> Iterator[None]:
 
 def _empty_model(config_folder: Path, dtypes: Mapping[str, torch.dtype]) -> Any:
     """The model without memory, in the dtype of its weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    options: dict[str, Any] = {}
-    factory: Any = AutoModelForCausalLM
-    if "score.weight" in dtypes:
-        factory, options = AutoModelForSequenceClassification, {"num_labels": 1}
+    is_value_model = "score.weight" in dtypes
+    options: dict[str, Any] = {"num_labels": 1} if is_value_model else {}
     config = AutoConfig.from_pretrained(config_folder, **options)
+    kind = classifier_class(config) if is_value_model else AutoModelForCausalLM
     dtype = next(dtype for dtype in dtypes.values() if dtype.is_floating_point)
     with torch.device("meta"):
         # in another dtype it would change torch's default, under a training that goes on
-        return factory.from_config(config, dtype=torch.get_default_dtype()).to(dtype)
+        return empty_model(kind, config, dtype=torch.get_default_dtype()).to(dtype)

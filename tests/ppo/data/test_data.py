@@ -76,6 +76,9 @@ def test_plain_text_prompts_without_optional_columns_become_user_messages(tmp_pa
     assert (prompt.messages, prompt.ground_truth) == ("hi", "x")
     assert prompt.extra_info == {"level": 3}
     assert load(write_jsonl(tmp_path / "b.jsonl", [simple_row()]))[0].ground_truth is None
+    parts = [{"type": "text", "text": text} for text in ("h", "i")]
+    row = simple_row([{"role": "user", "content": parts}], images=[])
+    assert load(write_jsonl(tmp_path / "c.jsonl", [row]))[0].prompt_ids == prompt.prompt_ids
 
 
 def test_keys_that_a_parquet_struct_fills_with_null_were_not_written(tmp_path):
@@ -112,6 +115,14 @@ def test_other_column_names_and_a_missing_data_source_where_it_is_not_needed(tmp
         ('{"prompt": 3, "data_source": "s"}', "column 'prompt': must be text or a list .* not int"),
         ('{"prompt": [], "data_source": "s"}', "column 'prompt': is an empty list"),
         ('{"prompt": [{"role": "user"}], "data_source": "s"}', "needs a text 'content', not null"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "data_source": "s"}',
+            "message 0 holds a part of type 'image', and text alone is read",
+        ),
+        (
+            '{"prompt": "<image>?", "images": ["a.png"], "videos": [], "data_source": "s"}',
+            "column 'images': the prompt comes with images, and text alone is read",
+        ),
         ('{"prompt": "a", "data_source": 1}', "column 'data_source': must be text, not int"),
         ('{"prompt": "a", "data_source": "s", "reward_model": "2"}', "column 'reward_model': must"),
         ('{"prompt": "a", "data_source": "s", "extra_info": [1]}', "column 'extra_info': must be"),

@@ -16,8 +16,9 @@ from transformers import (
 
 from ppo.errors import InputError
 from ppo.logprobs import LogitTransform
-from ppo.models.build import build_causal_lm, load_hf_config
+from ppo.models.build import build_causal_lm
 from ppo.models.forward import Findings
+from ppo.models.hf_config import load_hf_config
 from ppo.models.small_copy import build_small_copy
 from ppo.models.tiny import build_tiny_model
 from ppo.models.verify import examine

@@ -31,7 +31,7 @@ def load(folder: Path, *, dtype=torch.float32, group: Any = None, **kwargs: Any)
 
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
-    kwargs = {"converted": remember_names(module)} | kwargs
+    remember_names(module)
     materialize(module, param_device=CPU, device=CPU)
     load_weights(module, folder, source=HostCopy(whole, group), **kwargs)
     return module

@@ -24,7 +24,8 @@ from ppo.engines.contract import Completion, Completions, SamplingParams
 from ppo.errors import InputError
 from ppo.forward_passes import response_logprobs
 from ppo.metrics import Metrics
-from ppo.models.build import build_causal_lm, vocabulary_of
+from ppo.models.build import build_causal_lm
+from ppo.models.hf_config import vocabulary_of
 from ppo.models.learner import Model
 from ppo.models.tiny import build_tiny_model, build_tiny_tokenizer
 from ppo.rewards.pool import RewardPool
