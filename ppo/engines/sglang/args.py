@@ -69,7 +69,7 @@ def device_bytes(device: torch.device, ranks_per_node: int) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node
 
 
-def host_settings(
+def settings(
     config: Config,
     dims: ParallelDims,
     *,
@@ -79,7 +79,7 @@ def host_settings(
     model_path: str,
     vocabulary: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What a leader tells its host: the engine's arguments, variables, folders to import from.
+    """What an engine is started with: its arguments, variables, folders to import from.
 
     Raises ValueError for devices that cannot be seen, and for engine_kwargs that are ours.
     """

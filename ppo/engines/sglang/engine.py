@@ -1,21 +1,23 @@
-"""SGLang behind rollout.py: start, sync, generate, release and resume in the only legal orders.
+"""SGLang behind ppo/rollout/: start, sync, generate, release and resume in the only legal orders.
 
-Owns one engine per rollout group, in a host process of its leader (ppo/engines/sglang/host.py).
-Must not know prompts, rewards or the trainer's steps.
+Owns one engine per rollout group, wherever it runs (ppo/engines/sglang/executor.py). Must not know
+prompts, rewards or the trainer's steps.
 
 Communication: `wake` and `release` are collective over all ranks, which agree at each step over the
 host group, so that an engine that fails fails on every rank with the same error; they never give
-control back in between. `start` and `generate` wait on the leader only and are made to be driven.
+control back in between. `start` and `generate` are made to be driven; with a host process they wait
+on the leader only.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Callable, Generator, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -25,8 +27,10 @@ from ppo.engines.contract import (
     SamplingParams,
 )
 from ppo.engines.sglang import args as sglang_args
+from ppo.engines.sglang.executor import EngineError, Patience
 from ppo.engines.sglang.generation import Served
-from ppo.engines.sglang.process import EngineError, HostProcess
+from ppo.engines.sglang.handles import fit_shared_memory
+from ppo.engines.sglang.host_executor import HostExecutor
 from ppo.engines.sglang.sync import WeightSync
 from ppo.models.forward import num_ids_of
 from sharding.agree import raise_everywhere, together
@@ -54,12 +58,8 @@ class EngineState(Enum):
 
 
 class SGLangEngine:
-    """The engine of one rollout group, as each of its ranks sees it.
+    """The engine of one rollout group, as each of its ranks sees it."""
 
-    What `generate` returns is whole on the leader (`is_leader`) and empty elsewhere.
-    """
-
-    generates_together = False  # the engine's processes do, not the trainer's
     repeats = False  # which requests share a step follows from the clock
 
     def __init__(
@@ -80,7 +80,7 @@ class SGLangEngine:
         self.config, self.mesh, self.rollout = config, mesh, config.rollout
         self.is_leader = mesh.rollout_tp_rank == 0
         self._num_syncs, self._num_ids = 0, num_ids_of(module)
-        self._state, self._host = EngineState.STARTING, None
+        self._state = EngineState.STARTING
         self._memory = sglang_args.plan_memory(
             self.rollout,
             module.config,
@@ -88,7 +88,7 @@ class SGLangEngine:
             device_bytes=sglang_args.device_bytes(mesh.device, mesh.dims.ranks_per_node),
             on_cpu=mesh.device.type == "cpu",
         )
-        settings = sglang_args.host_settings(
+        settings = sglang_args.settings(
             config,
             mesh.dims,
             rank=mesh.rank,
@@ -102,34 +102,31 @@ class SGLangEngine:
             mesh,
             num_ids=self._num_ids,
             dtype=getattr(torch, self.rollout.dtype),
-            bucket_mib=self.rollout.reshard_bucket_mib,
+            bucket_mib=fit_shared_memory(self.rollout.reshard_bucket_mib, mesh),
         )
         if mesh.device.type == "cpu":
             logger.info("SGLang on a CPU: functional, not fast (launch/cpu_engine/README.md)")
         # its workers measure what is free on the devices of all ranks of the group
         self._agree(self._give_memory_back)
-        if self.is_leader:
-            log_dir.mkdir(parents=True, exist_ok=True)
-            log = log_dir / f"engine_{mesh.rank:04d}.log"
-            self._host = HostProcess(settings, rank=mesh.rank, log=log)
+        self.executor = HostExecutor(settings, mesh, log_dir=log_dir, patience=self._patience())
+        self.generates_together = self.executor.generates_together
 
     def start(self) -> Generator[None, None, None]:
         """Wait on the leaders until the engine is up; check its KV cache, release its memory."""
         if self._state is not EngineState.STARTING:
             return
-        if self._host is not None:
-            timeout_s = max(self.rollout.timeout_s, START_TIMEOUT_S)
-            info = yield from self._host.collect(0, "start", timeout_s=timeout_s)
-            if info["kv_tokens"] < self._memory.kv_tokens:
+        facts = yield from self.executor.start()
+        if facts is not None:
+            if facts.kv_tokens < self._memory.kv_tokens:
                 raise EngineError(
                     f"rank {self.mesh.rank}: rollout.gpu_memory_utilization="
                     f"{self.rollout.gpu_memory_utilization:g} asks for a KV cache of "
-                    f"{self._memory.kv_tokens} tokens, SGLang found room for {info['kv_tokens']}: "
+                    f"{self._memory.kv_tokens} tokens, SGLang found room for {facts.kv_tokens}: "
                     "lower it, or offload the trainer's parameters and optimizer"
                 )
-            logger.info("SGLang %s: KV cache of %d tokens", info["version"], info["kv_tokens"])
-            if self.rollout.free_cache_engine:
-                self._ask("release", {"tags": [KV_CACHE, WEIGHTS]})
+            logger.info("SGLang %s: KV cache of %d tokens", facts.version, facts.kv_tokens)
+        if self.rollout.free_cache_engine:
+            self.executor.release([KV_CACHE, WEIGHTS])
         self._state = EngineState.RELEASED if self.rollout.free_cache_engine else EngineState.STALE
 
     def wake(
@@ -149,7 +146,7 @@ class SGLangEngine:
         metrics = self._load()
         loaded()
         if not self.rollout.free_cache_engine:  # release has emptied the prefix cache otherwise
-            self._agree(lambda: self._ask_leader("flush", {}))
+            self._agree(self.executor.flush)
         self._resume(KV_CACHE, self._memory.kv_bytes)
         self._state = EngineState.AWAKE
         yield
@@ -157,13 +154,12 @@ class SGLangEngine:
 
     def _load(self) -> dict[str, float]:
         """One sync; checksums and, where they differ, a second pass that names both values."""
-        ask = self._ask if self.is_leader else None
         due = self.rollout.verifies(self._num_syncs)
-        self._raise(self._sync.run(ask, action="load", checked=due))
+        self._raise(self._sync.run(self.executor.update(), action="load", checked=due))
         metrics = self._sync.stats()
         self._num_syncs += 1
         if due and (self._sync.whole or any(self._agree(lambda: self._sync.differing))):
-            self._raise(self._sync.run(ask, action="verify"))
+            self._raise(self._sync.run(self.executor.update(), action="verify"))
             self._raise([f"checksums differ: {name}" for name in self._sync.differing])
         if due:
             logger.info("the weights of SGLang and of the trainer are equal")
@@ -174,7 +170,7 @@ class SGLangEngine:
         if self._state is not EngineState.RELEASED:
             return
         self._agree(lambda: self._make_room(tag, num_bytes))
-        self._agree(lambda: self._ask_leader("resume", {"tags": [tag]}))
+        self._agree(lambda: self.executor.resume([tag]))
 
     def _make_room(self, tag: str, num_bytes: int) -> None:
         """Give cached memory back; an engine that runs out of memory dies without a word."""
@@ -198,17 +194,16 @@ class SGLangEngine:
             torch.cuda.empty_cache()
 
     def begin(self, params: SamplingParams, *, longest_prompt: int, most: int) -> Served:
-        """The leader is told what has ended; the other ranks have nothing to wait for."""
+        """With a host the leader alone is told what has ended, otherwise every rank."""
         assert self._state is EngineState.AWAKE, f"begin in state {self._state}"
         if params.stop and not self.rollout.knows_stop_texts:
             raise ValueError("texts that end a response have to be in rollout.stop from the start")
         return Served(
-            self._host,
+            self.executor.begin(),
             self.rollout,
             params,
             vocab_size=self._num_ids,
             kv_tokens=self._memory.kv_tokens,
-            timeout_s=self._patience_s(self.rollout.timeout_s),
             seeded=self.config.trainer.deterministic and self.mesh.device.type == "cuda",
         )
 
@@ -221,31 +216,21 @@ class SGLangEngine:
             return
         self._state = EngineState.STALE
         if self.rollout.free_cache_engine:
-            died = self._host is not None and self._host.ended
-            tags = {"tags": [KV_CACHE, WEIGHTS]}
-            self._agree(lambda: None if died else self._ask_leader("release", tags))
+            self._agree(lambda: self.executor.release([KV_CACHE, WEIGHTS]))
             self._state = EngineState.RELEASED
 
     def close(self) -> None:
-        """End the engine's processes. Not collective."""
+        """End the engine and its processes. Not collective."""
         self._state = EngineState.CLOSED
-        if self._host is not None:
-            self._host.close()
+        self.executor.close()
 
-    def _ask_leader(self, verb: str, arguments: dict[str, Any]) -> None:
-        if self.is_leader:
-            self._ask(verb, arguments)
-
-    def _ask(self, verb: str, arguments: dict[str, Any]) -> Any:
-        assert self._host is not None
-        # Short of the other ranks' patience, which wait in a collective meanwhile.
-        timeout_s = min(self.rollout.timeout_s, self.config.trainer.comm_timeout_s / 2)
-        return self._host.ask(verb, timeout_s=self._patience_s(timeout_s), **arguments)
-
-    def _patience_s(self, timeout_s: float) -> float:
+    def _patience(self) -> Patience:
         """The engine's own error, with the end of its log, comes before the run's that it hangs."""
-        hang_timeout_s = self.config.trainer.hang_timeout_s
-        return min(timeout_s, SHARE_OF_HANG * hang_timeout_s) if hang_timeout_s else timeout_s
+        timeout_s, trainer = self.rollout.timeout_s, self.config.trainer
+        hang = SHARE_OF_HANG * trainer.hang_timeout_s or math.inf
+        # Short of the other ranks' patience, which wait in a collective meanwhile.
+        call = min(timeout_s, trainer.comm_timeout_s / 2)
+        return Patience(max(timeout_s, START_TIMEOUT_S), min(call, hang), min(timeout_s, hang))
 
     def _agree(self, step: Callable[[], T]) -> list[T]:
         """What a step returns on every rank; an error on one is raised on all. Collective."""

@@ -1,11 +1,11 @@
-"""The weight loader that runs inside SGLang's tensor-parallel workers.
+"""The weight loader: what happens to the engine's model in a weight update.
 
-`load` is named in `custom_weight_loader`; SGLang calls it once for every payload of a weight update
-with the worker's model. A payload is [(instruction as JSON, flat tensor), ("result", uint8
-tensor)].
+`follow` does it where the model is in this process. In SGLang's workers `load` calls it, which is
+named in `custom_weight_loader`; SGLang calls it once for every payload, which is [(instruction as
+JSON, flat tensor), ("result", uint8 tensor)]. An exception there would kill the engine: errors
+travel back as text.
 Owns: copying into the engine's parameters, zero padding, derived buffers, finding parameters that
-nothing was written to, and comparing instead of copying. An exception here would kill the engine:
-errors travel back as text in the result tensor.
+nothing was written to, and comparing instead of copying.
 
 Must not know: training, who sends.
 """
@@ -35,28 +35,34 @@ class LoadError(ValueError):
 
 
 def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Follow one instruction and write the answer into the result tensor.
+    """Follow one instruction in a worker, and write the answer into the result tensor."""
+    (text, flat), (_, result) = named_tensors
+    answer = follow(model, text, flat)
+    result.zero_()
+    encoded = list(_within(answer, result.numel()))
+    result[: len(encoded)] = torch.tensor(encoded, dtype=torch.uint8, device=result.device)
+    if result.is_cuda:
+        torch.cuda.synchronize(result.device)  # nothing else waits before the sender goes on
+
+
+def follow(model: nn.Module, said: dict[str, Any] | str, flat: Tensor) -> dict[str, Any]:
+    """Follow one instruction, given as it is or as JSON; the answer is {"error": text, "differing": parameters whose checksum
+    is another}.
 
     An instruction is {"action": "load" | "verify", "stage": "begin" | "bucket" | "end", "style":
     "slices" | "full", "entries": [...], "zeros": [...], "checksums": {...}}. Entries of "slices"
     are [parameter, first row, first column, rows, columns, offset into the flat tensor], in the 2-D
     view of the parameter; zeros the same without offset; entries of "full" are [checkpoint name,
     shape, offset]. Checksums come with stage "end", by parameter.
-    The answer is JSON: {"error": text, "differing": parameters whose checksum is another}.
     """
-    (text, flat), (_, result) = named_tensors
     answer: dict[str, Any] = {"error": "", "differing": []}
     try:
-        instruction = json.loads(text)
+        instruction = json.loads(said) if isinstance(said, str) else said
         answer["error"] = _follow(model, instruction, flat)
         answer["differing"] = _differing(model, instruction["checksums"])
-    except Exception as error:  # anything uncaught kills the scheduler, and with it the engine
+    except Exception as error:  # anything uncaught kills a scheduler, and with it the engine
         answer["error"] = f"{type(error).__name__}: {error}"
-    result.zero_()
-    encoded = list(_within(answer, result.numel()))
-    result[: len(encoded)] = torch.tensor(encoded, dtype=torch.uint8, device=result.device)
-    if result.is_cuda:
-        torch.cuda.synchronize(result.device)  # nothing else waits before the sender goes on
+    return answer
 
 
 def _within(answer: dict[str, Any], limit: int) -> bytes:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo.engines.sglang import host as sglang_host
+from ppo.engines.sglang.executor import EngineError
 from sharding.progress import PROGRESS
 
 POLL_S = 0.5
@@ -27,10 +28,6 @@ END_TIMEOUT_S = 8.0
 STACKS_TIMEOUT_S = 10.0
 TAIL_LINES = 40
 TAIL_COLUMNS = 300  # SGLang prints all its arguments in one line
-
-
-class EngineError(RuntimeError):
-    """The engine ended, hung or refused; names the rank and shows the end of the engine's log."""
 
 
 class HostProcess:

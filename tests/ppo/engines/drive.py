@@ -45,7 +45,7 @@ def generate(
     generation = engine.begin(params, longest_prompt=longest, most=len(requests))
     told: dict[int, Completion] = {}
     waiting, unfinished = list(requests), 0
-    is_told = getattr(engine, "is_leader", True)
+    is_told = engine.generates_together or getattr(engine, "is_leader", True)
     try:
         while waiting or (unfinished and is_told):
             if waiting and (generation.room or not unfinished):

@@ -120,7 +120,7 @@ def test_graphs_of_decoding_alone_stay_on_the_device_while_training():
 def test_replicas_have_different_seeds_and_ranks_of_one_engine_the_same():
     dims = ParallelDims(world_size=4, ranks_per_node=4, rollout_tp=2)
     seeds = [
-        sglang_args.host_settings(
+        sglang_args.settings(
             config(tensor_model_parallel_size=2),
             dims,
             rank=rank,

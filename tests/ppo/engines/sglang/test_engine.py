@@ -3,7 +3,6 @@
 Everything that shares an engine shares a session: starting one takes 20 s or more.
 """
 
-import json
 import logging
 import multiprocessing
 import os
@@ -21,8 +20,8 @@ from torch import Tensor
 from ppo.config import Config, DataConfig, ModelConfig, RolloutConfig
 from ppo.engines.contract import Request, SamplingParams
 from ppo.engines.sglang.engine import SGLangEngine
-from ppo.engines.sglang.process import EngineError
-from ppo.engines.sglang.sync import serialize
+from ppo.engines.sglang.executor import EngineError
+from ppo.engines.sglang.host_executor import HostExecutor
 from ppo.logprobs import LogitTransform
 from ppo.models.forward import ForwardPlan
 from ppo.models.tiny import build_tiny_model
@@ -68,8 +67,8 @@ class Session:
     @property
     def host(self) -> Any:
         """The leader's host process."""
-        assert self.engine._host is not None
-        return self.engine._host
+        assert isinstance(self.engine.executor, HostExecutor)
+        return self.engine.executor.host
 
     def wake(self) -> None:
         loaded = []
@@ -252,21 +251,16 @@ def _check_ends(session: Session) -> None:
 
 def _check_verification(session: Session) -> None:
     """A parameter that something has overwritten is found, with both values."""
-    name, sync = "model.layers.1.mlp.gate_up_proj.weight", session.engine._sync
-    found = sync.run(session.engine._ask, action="verify")
+    name, engine = "model.layers.1.mlp.gate_up_proj.weight", session.engine
+    found = engine._sync.run(engine.executor.update(), action="verify")
     assert found == [], found
     entry = [name, 130, 0, 1, 64, 0]  # row 2 of up_proj
     instruction = {"action": "load", "stage": "bucket", "style": "slices", "entries": [entry]}
-    table = json.dumps({**instruction, "zeros": [], "checksums": {}})
-    result = torch.zeros(4096, dtype=torch.uint8)
-    payload = serialize([(table, torch.full((64,), 0.25)), ("result", result)])
-    for verb, arguments in (
-        ("begin_update", {}),
-        ("update", {"payloads": [payload]}),
-        ("end_update", {}),
-    ):
-        session.engine._ask(verb, arguments)
-    (problem,) = sync.run(session.engine._ask, action="verify")
+    with engine.executor.update() as update:
+        update.begin()
+        update.send({**instruction, "zeros": [], "checksums": {}}, torch.full((64,), 0.25))
+        update.end()
+    (problem,) = engine._sync.run(engine.executor.update(), action="verify")
     value = session.whole.get_parameter("model.layers.1.mlp.up_proj.weight")[2, 0].item()
     assert f"{name} from [" in problem and f"engine 0.25, trainer {value:.9g}" in problem
 

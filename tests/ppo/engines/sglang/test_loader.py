@@ -5,8 +5,8 @@ import json
 import torch
 from torch import Tensor, nn
 
+from ppo.engines.sglang.host_executor import RESULT_BYTES
 from ppo.engines.sglang.loader import load
-from ppo.engines.sglang.sync import RESULT_BYTES
 from sharding.reshard.checksums import checksum
 
 

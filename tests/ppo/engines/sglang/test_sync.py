@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from ppo.engines.sglang import handles
 from ppo.engines.sglang import sync as sglang_sync
 from sharding.fsdp import shard_model
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
@@ -56,24 +57,24 @@ def test_buckets_never_lie_in_expandable_segments(monkeypatch):
     current = [SETTINGS]
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: current[-1])
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", current.append)
-    with pytest.raises(KeyError), sglang_sync._shareable_memory(torch.device("cuda", 0)):
+    with pytest.raises(KeyError), handles.shareable_memory(torch.device("cuda", 0)):
         assert current[-1] == "max_split_size_mb:64,expandable_segments:False"
         raise KeyError
     assert current[-1] == SETTINGS
     changes = len(current)
-    with sglang_sync._shareable_memory(torch.device("cpu")):
+    with handles.shareable_memory(torch.device("cpu")):
         pass
     current.append("max_split_size_mb:64")
-    with sglang_sync._shareable_memory(torch.device("cuda", 0)):
+    with handles.shareable_memory(torch.device("cuda", 0)):
         pass
     assert len(current) == changes + 1
 
 
 def test_a_worker_that_writes_nothing_has_not_answered():
     result = torch.zeros(16, dtype=torch.uint8)
-    assert sglang_sync._answer(result) is None
+    assert handles.answer_in(result) is None
     result[:2] = torch.tensor(list(b"{}"), dtype=torch.uint8)
-    assert sglang_sync._answer(result) == {}
+    assert handles.answer_in(result) == {}
 
 
 def sent(sync: sglang_sync.WeightSync) -> dict[str, Tensor]:
