@@ -9,6 +9,7 @@ Whatever may take long without a phase to its own counts what it gets done: micr
 files, tokens. Waiting is no progress.
 """
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,3 +67,14 @@ class Progress:
 
 PROGRESS = Progress()
 """of this process"""
+
+
+def in_debugger() -> bool:
+    """Whether a debugger holds the main thread: someone looks at it, and it hangs not."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module in ("pdb", "bdb") or module.startswith("pydevd"):
+            return True
+        frame = frame.f_back
+    return False

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-# Two that start engines or Slurm at a time need more memory than a small machine has.
-ONE_AT_A_TIME = re.compile(r"sglang|slurm")
+# Two that start Slurm or processes of SGLang's at a time need more memory than a small machine has.
+ONE_AT_A_TIME = re.compile(r"slurm|sglang_job|export_sglang|sglang/test_host")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _weight(item: pytest.Item) -> int:
-    if ONE_AT_A_TIME.search(item.nodeid.partition("::")[0]):
+    if ONE_AT_A_TIME.search(item.nodeid.partition("::")[0]) or item.get_closest_marker("sglang"):
         return 3
     if item.get_closest_marker("distributed"):
         return 2 if item.path.parent == Path(__file__).parent else 1  # the whole program

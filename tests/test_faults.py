@@ -127,7 +127,7 @@ def numbers_of(run: Path) -> list[dict[str, object]]:
 @pytest.mark.sglang
 def test_an_engine_whose_process_is_stopped_is_named_and_ended(tmp_path):
     run = tmp_path / "run"
-    engine = ("rollout.engine=sglang", "trainer.hang_timeout_s=20")
+    engine = ("rollout.engine=sglang", "rollout.engine_process=host", "trainer.hang_timeout_s=20")
     engine += ("trainer.total_training_steps=50",)
     job = start(run, "9:none:1:raise", *engine, ranks=1)
     log = run / "logs" / "engine_0000.log"
@@ -140,6 +140,16 @@ def test_an_engine_whose_process_is_stopped_is_named_and_ended(tmp_path):
     assert time.monotonic() - stopped < 50
     assert "the SGLang engine made no progress for 18 s in" in reason
     assert log.exists() and not Path(f"/proc/{host}").exists()
+
+
+@pytest.mark.sglang
+def test_an_engine_that_hangs_in_its_rank_is_named_and_the_run_ends(tmp_path):
+    run = tmp_path / "run"
+    engine = ("rollout.engine=sglang", "rollout.engine_process=rank", "trainer.hang_timeout_s=20")
+    job = start(run, "1:gen:5:hang", *engine, "trainer.val_before_train=false", ranks=2)
+    reason, _ = failed(run, job)
+    assert reason.startswith("rank 1: the SGLang engine made no progress for 18 s in generate")
+    assert "run_event_loop" in (run / "logs" / "engine_0001.log").read_text()
 
 
 def children_with(pid: int, text: str) -> list[int]:

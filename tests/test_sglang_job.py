@@ -1,7 +1,8 @@
 """Training with the real SGLang under torchrun, as a user starts it: two jobs at the same moment.
 
-One of them has episodes of several turns. One ends by SIGTERM, the other by the death of an engine
-process. Nothing is exported for SGLang.
+Each has one engine for both ranks. One is in processes of its own, and ends by the death of one of
+these. The other is in the ranks, and has episodes of several turns; it ends by SIGTERM. Nothing is
+exported for SGLang.
 """
 
 import json
@@ -37,13 +38,15 @@ EPISODES = (
 
 
 class Job:
-    """One torchrun of two ranks that trains with SGLang until something ends it."""
+    """A torchrun that trains with SGLang until something ends it."""
 
-    def __init__(self, folder: Path, *overrides: str, config: str = "ppo_tiny.yaml") -> None:
+    def __init__(
+        self, folder: Path, *overrides: str, config: str = "ppo_tiny.yaml", ranks: int = 2
+    ) -> None:
         self.folder = folder
         self.output = folder.with_suffix(".log").open("w+")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc_per_node=2", str(ROOT / "train_ppo.py"), "--config", config]
+        command += [f"--nproc_per_node={ranks}", str(ROOT / "train_ppo.py"), "--config", config]
         command += ["rollout.engine=sglang", "rollout.dtype=float32", *ENDLESS, *overrides]
         command += [f"trainer.default_local_dir={folder}"]
         self.process = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT)
@@ -99,34 +102,60 @@ def _runs(pid: int) -> bool:
 
 
 def test_two_jobs_started_together_train_agree_and_end_in_good_order(tmp_path: Path):
-    single = Job(tmp_path / "single")
-    double = Job(tmp_path / "double", "rollout.tensor_model_parallel_size=2", *EPISODES)
+    shared = "rollout.tensor_model_parallel_size=2"
+    host = Job(tmp_path / "host", shared, "rollout.engine_process=host")
+    rank = Job(tmp_path / "rank", shared, *EPISODES)
     try:
-        for job in (single, double):
+        for job in (rank, host):
             for row in job.train(STEPS):
-                assert 0 < row["training/rollout_probs_diff_max"] < 1e-4
-                assert row["reshard/received_mib"] == row["reshard/lower_bound_mib"] > 0
-                assert row["rollout/tokens_per_s"] > 0
-                assert job is single or 1 < row["episodes/turns"] <= 4
+                check(row)
+                assert job is host or 1 < row["episodes/turns"] <= 4
 
-        single.process.send_signal(signal.SIGTERM)  # reaches the trainer, not the engine
-        single.process.wait(FAULT_S)
-        assert single.status()["state"] == "preempted", single.text()
+        names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in rank.children]
+        assert not [name for name in names if "sglang" in name]
+        rank.process.send_signal(signal.SIGTERM)
+        rank.process.wait(FAULT_S)
+        assert rank.status()["state"] == "preempted", rank.text()
 
-        os.kill(double.pid_of("sglang::scheduler"), signal.SIGKILL)
-        double.process.wait(FAULT_S)
-        assert double.status()["state"] == "failed"
-        assert "rank 0: the SGLang engine" in double.status()["reason"]
-        assert "ended with exit code -9" in double.text()
-        assert single.left() == double.left() == []
+        os.kill(host.pid_of("sglang::scheduler"), signal.SIGKILL)
+        host.process.wait(FAULT_S)
+        assert host.status()["state"] == "failed"
+        assert "rank 0: the SGLang engine" in host.status()["reason"]
+        assert "ended with exit code -9" in host.text()
+        assert host.left() == rank.left() == []
     finally:
-        for job in (single, double):
+        for job in (host, rank):
             job.process.kill()
             job.process.wait()
 
 
+def check(row: dict[str, Any]) -> None:
+    """Trainer and engine compute the same, and nothing is sent that need not be."""
+    assert 0 < row["training/rollout_probs_diff_max"] < 1e-4
+    assert row["reshard/received_mib"] == row["reshard/lower_bound_mib"] > 0
+    assert row["rollout/tokens_per_s"] > 0
+
+
 @pytest.mark.full
-def test_a_real_model_trains_and_agrees(tmp_path: Path):
+@pytest.mark.parametrize("kind", ["rank", "host"])
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (2, 2), (4, 2)])
+def test_replicas_of_any_size_train_and_agree(tmp_path: Path, kind: str, ranks: int, tp: int):
+    options = (f"rollout.engine_process={kind}", f"rollout.tensor_model_parallel_size={tp}")
+    job = Job(tmp_path / "run", *options, ranks=ranks)
+    try:
+        for row in job.train(2):
+            check(row)
+        job.process.send_signal(signal.SIGTERM)
+        job.process.wait(2 * FAULT_S)
+        assert job.status()["state"] == "preempted" and job.left() == []
+    finally:
+        job.process.kill()
+        job.process.wait()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["rank", "host"])
+def test_a_real_model_trains_and_agrees(tmp_path: Path, kind: str):
     model = tmp_path / "smollm2"
     subprocess.run(
         [sys.executable, "-m", "ppo.models.smollm2", "--out", model], check=True, cwd=ROOT
@@ -134,6 +163,7 @@ def test_a_real_model_trains_and_agrees(tmp_path: Path):
     job = Job(
         tmp_path / "run",
         f"model.path={model}",
+        f"rollout.engine_process={kind}",
         *("data.train_files=tiny", "data.val_files=tiny"),
         *("data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "rollout.max_num_seqs=8"),
         "actor.fsdp.mixed_precision.param_dtype=float32",

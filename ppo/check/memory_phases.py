@@ -209,7 +209,7 @@ def _resident(plan: Plan, *, with_params: str = "", with_optimizer: str = "") ->
     """What rests on the device: all of a model, less what is offloaded and not in use."""
     if plan.cuda:
         yield Item("trainer's CUDA context and workspaces (assumed)", TRAINER_CONTEXT)
-        if plan.engine.own_processes:
+        if plan.engine.own_processes and plan.config.rollout.engine_process != "rank":
             yield Item("engine's CUDA context and graphs (assumed)", ENGINE_CONTEXT)
         number = plan.dims.num_communicators
         yield Item(f"NCCL communicators, {number} (assumed)", number * COMMUNICATOR)

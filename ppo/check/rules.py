@@ -189,6 +189,15 @@ def _pairs(config: Config) -> Iterator[Problem]:
             loss.clip_cov_lb,
             f"must be below actor.policy_loss.clip_cov_ub ({loss.clip_cov_ub})",
         )
+    trainer, rollout = config.trainer, config.rollout
+    if trainer.deterministic and trainer.device == "cuda" and rollout.engine_process == "rank":
+        yield Problem(
+            "rollout.engine_process",
+            "rank",
+            "with trainer.deterministic SGLang replaces the matrix products of its process, which "
+            "is the trainer's",
+            "use rollout.engine_process=host",
+        )
     control = config.algorithm.kl_ctrl
     if control.type != "fixed" and control.min > control.max:
         yield Problem(

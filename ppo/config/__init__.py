@@ -54,6 +54,7 @@ from ppo.config.sections.model import (
 from ppo.config.sections.reward import RewardConfig, RewardFunctionConfig
 from ppo.config.sections.rollout import (
     ENGINE_TRAITS,
+    EngineProcess,
     EngineTraits,
     EpisodeConfig,
     RolloutConfig,
@@ -87,6 +88,7 @@ __all__ = [
     "DataConfig",
     "DifficultyConfig",
     "EarlyStopConfig",
+    "EngineProcess",
     "EngineTraits",
     "EpisodeConfig",
     "FilterGroupsConfig",

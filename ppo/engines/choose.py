@@ -1,6 +1,7 @@
 """Builds the engine that rollout.engine asks for."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from ppo.config import Config
 from ppo.engines.contract import Engine
+from ppo.engines.sglang.stall import end_process
 from ppo.errors import InputError
 from ppo.model_shapes import rope_problem, window_problem
 from ppo.models.wrapped import language_model_folder
@@ -29,11 +31,13 @@ def build_engine(
     *,
     model_path: Path,
     run_dir: Path,
+    give_up: Callable[[str], object] = end_process,
 ) -> Engine:
     """The engine of `rollout.engine` for the weights of `module`, asleep. Collective.
 
     `module` is the sharded actor with its Hugging Face `config`; model_path is the folder that has
-    this configuration as a file, and run_dir takes the engine's log.
+    this configuration as a file, run_dir takes the engine's log, and give_up is called from another
+    thread, told why, when an engine in this process hangs: it ends the process.
     Raises InputError where engine and trainer would not see a sequence alike.
     """
     kind = config.rollout.engine_kind(cuda=mesh.device.type == "cuda")
@@ -54,7 +58,12 @@ def build_engine(
                 model_path = language_model_folder(
                     model_path, hf_config, run_dir / "language_model"
                 )
-            return SGLangEngine(config, mesh, module, model_path=str(model_path), log_dir=logs)
+            return SGLangEngine(
+                *(config, mesh, module),
+                model_path=str(model_path),
+                log_dir=logs,
+                give_up=give_up,
+            )
         case "torch":
             from ppo.engines.embedded.engine import TorchEngine
             from ppo.engines.embedded.verify import check_generation

@@ -199,7 +199,10 @@ def open_collector(
     if not config.rollout.ignore_eos:
         warn_if_nothing_ends(stops, prompts.num_ids)
     engine = build_engine(
-        config, run.mesh, actor.module, prompts.tokenizer, model_path=folder, run_dir=run.dir
+        *(config, run.mesh, actor.module, prompts.tokenizer),
+        model_path=folder,
+        run_dir=run.dir,
+        give_up=run.give_up,
     )
     with closing(engine), open_episodes(config, run, prompts.tokenizer, stops) as episodes:
         yield Collector(

@@ -139,7 +139,8 @@ def compute_mode(device: torch.device) -> int:
 def exclusive_problem(mode: int, rollout: RolloutConfig) -> Problem | None:
     """An engine with processes of its own cannot share a GPU that takes one process."""
     kind = rollout.engine_kind(cuda=True)
-    if mode != EXCLUSIVE_PROCESS or not ENGINE_TRAITS[kind].own_processes:
+    in_rank = rollout.engine_process_kind(cuda=True) == "rank"
+    if mode != EXCLUSIVE_PROCESS or in_rank or not ENGINE_TRAITS[kind].own_processes:
         return None
     return Problem(
         "rollout.engine",

@@ -417,6 +417,13 @@ class Run:
         except OSError as error:  # the failure itself must be said all the same
             logger.error("%s is not written: %s", OOM_FILE, error)
 
+    def give_up(self, text: str) -> None:
+        """From another thread: the main thread is in something that nothing can be raised out of.
+        Ends this process, and the run, with that as the reason."""
+        logger.error("%s", text)
+        assert self._watchdog is not None
+        self._watchdog.give_up(text)
+
     def _end_well(self) -> None:
         """Wait for the others: a rank that fails now must not find a good end already written."""
         try:

@@ -17,7 +17,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -34,7 +33,7 @@ from torch.distributed import (
 from ppo.run.judge import Judge, Sign
 from ppo.run.signals import kill_descendants
 from ppo.run.stacks import STACKS_SIGNAL, kill_stopped
-from sharding.progress import PROGRESS
+from sharding.progress import PROGRESS, in_debugger
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +162,12 @@ class Watchdog:
                 return f"{lost} ({error})"
         return error
 
+    def give_up(self, text: str) -> None:
+        """This rank cannot go on, whatever its main thread is in: end it, and the others."""
+        first = self.claim(text)
+        self.tell_others(text)
+        self._end(text, [], writes=first, tells=first)
+
     # From here on: the thread that talks.
 
     def _exchange(self) -> None:
@@ -175,7 +180,7 @@ class Watchdog:
             PROGRESS.entered.wait(self._interval - pause)
 
     def _exchange_once(self, number: int) -> None:
-        if _is_in_debugger():
+        if in_debugger():
             PROGRESS.tick()
         progress = PROGRESS.done, PROGRESS.place, PROGRESS.phase
         mine = Sign(number, *progress, os.getpid(), socket.gethostname())
@@ -271,14 +276,3 @@ def _within(seconds: float, action: Callable[[], T]) -> T | None:
     thread.start()
     thread.join(seconds)
     return result[0] if result else None
-
-
-def _is_in_debugger() -> bool:
-    """Whether a debugger holds the main thread: someone looks at it, and it hangs not."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module in ("pdb", "bdb") or module.startswith("pydevd"):
-            return True
-        frame = frame.f_back
-    return False

@@ -25,6 +25,7 @@ from ppo.config.fields import MayChange, Section, derived
 from ppo.config.sections.model import Dtype
 
 EngineKind = Literal["sglang", "torch"]
+EngineProcess = Literal["rank", "host"]
 
 
 class EngineTraits(NamedTuple):
@@ -35,7 +36,7 @@ class EngineTraits(NamedTuple):
     auto_on_cpu: bool = False
     """rollout.engine=auto may mean it where there is no CUDA"""
     own_processes: bool = False
-    """lives outside of the trainer's processes, with CUDA contexts of its own and a KV cache that
+    """may live outside of the trainer's processes, with CUDA contexts of its own; its KV cache
     fills rollout.gpu_memory_utilization"""
     unused: tuple[str, ...] = ()
     """keys of this section that have no effect with it"""
@@ -44,7 +45,8 @@ class EngineTraits(NamedTuple):
 ENGINE_TRAITS: dict[EngineKind, EngineTraits] = {  # auto is the first one that fits
     "sglang": EngineTraits(package="sglang", own_processes=True),
     "torch": EngineTraits(
-        auto_on_cpu=True, unused=("engine_kwargs", "enforce_eager", "free_cache_engine")
+        auto_on_cpu=True,
+        unused=("engine_kwargs", "engine_process", "enforce_eager", "free_cache_engine"),
     ),
 }
 
@@ -93,6 +95,9 @@ class RolloutConfig(Section):
 
     engine: Literal["auto", EngineKind] = "auto"
     """auto = SGLang where CUDA and sglang are present, else the embedded torch engine"""
+    engine_process: MayChange[Literal["auto", EngineProcess]] = "auto"
+    """where SGLang runs: rank = inside the trainer's ranks, without other processes; host = in
+    processes of its own; auto = rank on a CPU, host on CUDA"""
     n: Samples = 1
     """responses per prompt"""
     temperature: Temperature = 1.0
@@ -150,6 +155,12 @@ class RolloutConfig(Section):
             if (cuda or traits.auto_on_cpu)
             and (traits.package is None or installed(traits.package))
         )
+
+    def engine_process_kind(self, *, cuda: bool) -> EngineProcess:
+        """Where SGLang runs; auto is the host on CUDA, where the rank was not tried yet."""
+        if self.engine_process != "auto":
+            return self.engine_process
+        return "host" if cuda else "rank"
 
     @property
     def has_episodes(self) -> bool:

@@ -27,6 +27,7 @@ from ppo.engines.contract import (
 from ppo.engines.embedded.generation import Generation, longest_row
 from ppo.engines.embedded.model import LocalModel
 from ppo.engines.embedded.stop_text import StopText
+from ppo.engines.slices import StepCount
 from ppo.model_shapes import AttentionShape
 from ppo.models.forward import num_ids_of
 from sharding.mesh import Mesh
@@ -212,7 +213,7 @@ class Slices:
     ) -> None:
         """limits: what `check_requests` holds requests against."""
         self._generation, self._mesh, self._limits, self._close = generation, mesh, limits, close
-        self._num_steps, self._seconds = 1, 0.0
+        self._slice, self._seconds = StepCount(mesh), 0.0
 
     @property
     def room(self) -> int:
@@ -231,23 +232,15 @@ class Slices:
     def advance(self, seconds: float = SLICE_S) -> list[Finished]:
         """One slice, at once over when nothing is left to do."""
         started = time.monotonic()
-        for _ in range(self._num_steps):
+        for _ in range(self._slice.steps):
             if self._generation.done:
                 break
             self._generation.step()
             PROGRESS.tick()
         else:
-            self._num_steps = self._next_slice(time.monotonic() - started, seconds)
+            self._slice.learn(time.monotonic() - started, seconds)
         self._seconds += time.monotonic() - started
         return self._generation.take_finished()
-
-    def _next_slice(self, elapsed_s: float, wanted_s: float) -> int:
-        """Steps that take about so long, the same on every rank of the rollout group."""
-        wanted = int(self._num_steps * wanted_s / max(elapsed_s, 1e-6))
-        steps = torch.tensor(min(max(wanted, 1), 2 * self._num_steps))
-        if self._mesh.dims.rollout_tp > 1:
-            dist.broadcast(steps, group=self._mesh.rollout_host_group, group_src=0)
-        return int(steps)
 
     def metrics(self) -> dict[str, float]:
         """rollout/* of what this engine has done."""

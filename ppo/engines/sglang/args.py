@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ppo.config import Config, RolloutConfig
+from ppo.config import Config, EngineProcess, RolloutConfig
 from ppo.engines.contract import Request, SamplingParams
 from ppo.model_shapes import CONTEXT_MARGIN, AttentionShape, EngineMemory, sglang_memory
 from sharding.dims import ParallelDims
@@ -75,16 +75,23 @@ def settings(
     *,
     rank: int,
     device: torch.device,
+    process: EngineProcess,
     kv_tokens: int,
     model_path: str,
     vocabulary: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What an engine is started with: its arguments, variables, folders to import from.
 
-    Raises ValueError for devices that cannot be seen, and for engine_kwargs that are ours.
+    Raises ValueError for devices that cannot be seen, for engine_kwargs that are ours, and for what
+    an engine in the rank would change for the trainer too.
     """
     cuda, tp = device.type == "cuda", dims.rollout_tp
-    if cuda and torch.cuda.device_count() < tp:
+    if cuda and process == "rank" and config.trainer.deterministic:
+        raise ValueError(
+            "trainer.deterministic with rollout.engine_process=rank: SGLang would replace the "
+            "matrix products of this process, the trainer's too; use engine_process=host"
+        )
+    if cuda and process == "host" and torch.cuda.device_count() < tp:
         raise ValueError(
             f"rollout.tensor_model_parallel_size={tp}: rank {rank} sees "
             f"{torch.cuda.device_count()} devices; let every rank of a node see all of them "
@@ -98,12 +105,15 @@ def settings(
         vocabulary=vocabulary,
         seed=config.trainer.seed + 1_000_003 * (rank // tp),
     )
+    if cuda and process == "rank":
+        # without graphs nothing has addresses that must stay
+        arguments["enable_memory_saver"] &= not config.rollout.enforce_eager
     if cuda:
         variables = environment(cpu_binding=None, tp=tp)
         return {"engine": arguments, "environment": variables, "first_on_path": []}
     binding = thread_binding(
         sorted(os.sched_getaffinity(0)),
-        local_rank=rank % dims.ranks_per_node,
+        local_rank=(rank - rank % tp) % dims.ranks_per_node,
         tp=tp,
         ranks_per_node=dims.ranks_per_node,
     )

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,10 +27,11 @@ from ppo.engines.contract import (
     SamplingParams,
 )
 from ppo.engines.sglang import args as sglang_args
-from ppo.engines.sglang.executor import EngineError, Patience
+from ppo.engines.sglang.executor import EngineError, Executor, Patience
 from ppo.engines.sglang.generation import Served
 from ppo.engines.sglang.handles import fit_shared_memory
 from ppo.engines.sglang.host_executor import HostExecutor
+from ppo.engines.sglang.stall import end_process
 from ppo.engines.sglang.sync import WeightSync
 from ppo.models.forward import num_ids_of
 from sharding.agree import raise_everywhere, together
@@ -70,10 +71,14 @@ class SGLangEngine:
         *,
         model_path: str,
         log_dir: Path,
+        give_up: Callable[[str], object] = end_process,
     ) -> None:
-        """Start the engine's processes without waiting for them. Collective over all ranks.
+        """Build the engine, or start its processes without waiting for them. Collective over all
+        ranks.
 
         ``module`` is the FSDP2-sharded actor; ``model_path`` a Hugging Face folder with its config.
+        ``give_up`` ends this process, told why: an engine in it may hang where nothing can be
+        raised.
         Raises ValueError when the KV cache cannot hold one sequence or the engine cannot see its
         devices.
         """
@@ -88,28 +93,50 @@ class SGLangEngine:
             device_bytes=sglang_args.device_bytes(mesh.device, mesh.dims.ranks_per_node),
             on_cpu=mesh.device.type == "cpu",
         )
+        on_cuda = mesh.device.type == "cuda"
+        self.process = self.rollout.engine_process_kind(cuda=on_cuda)
         settings = sglang_args.settings(
             config,
             mesh.dims,
             rank=mesh.rank,
             device=mesh.device,
+            process=self.process,
             kv_tokens=self._memory.kv_tokens,
             model_path=model_path,
             vocabulary=sglang_args.vocabulary_override(module.config, self._num_ids),
         )
+        bucket_mib: float = self.rollout.reshard_bucket_mib
+        if self.process == "host":
+            bucket_mib = fit_shared_memory(bucket_mib, mesh)
         self._sync = WeightSync(
             module,
             mesh,
             num_ids=self._num_ids,
             dtype=getattr(torch, self.rollout.dtype),
-            bucket_mib=fit_shared_memory(self.rollout.reshard_bucket_mib, mesh),
+            bucket_mib=fit_shared_memory(bucket_mib, mesh)
+            if self.process == "host"
+            else bucket_mib,
         )
-        if mesh.device.type == "cpu":
+        if not on_cuda:
             logger.info("SGLang on a CPU: functional, not fast (launch/cpu_engine/README.md)")
         # its workers measure what is free on the devices of all ranks of the group
         self._agree(self._give_memory_back)
-        self.executor = HostExecutor(settings, mesh, log_dir=log_dir, patience=self._patience())
+        self._open(settings, log_dir, give_up)
         self.generates_together = self.executor.generates_together
+
+    def _open(
+        self, settings: dict[str, Any], log_dir: Path, give_up: Callable[[str], object]
+    ) -> None:
+        options = {"log_dir": log_dir, "patience": self._patience()}
+        if self.process == "host":
+            self.executor: Executor = HostExecutor(settings, self.mesh, **options)
+            return
+        from ppo.engines.sglang.rank_executor import RankExecutor
+
+        def build() -> None:
+            self.executor = RankExecutor(settings, self.mesh, **options, give_up=give_up)
+
+        self._agree(build)
 
     def start(self) -> Generator[None, None, None]:
         """Wait on the leaders until the engine is up; check its KV cache, release its memory."""
@@ -199,7 +226,7 @@ class SGLangEngine:
         if params.stop and not self.rollout.knows_stop_texts:
             raise ValueError("texts that end a response have to be in rollout.stop from the start")
         return Served(
-            self.executor.begin(),
+            self.executor.begin(hash((params.seed, params.step, self.mesh.rollout_dp_rank))),
             self.rollout,
             params,
             vocab_size=self._num_ids,

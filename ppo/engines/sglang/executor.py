@@ -111,8 +111,11 @@ class Executor(Protocol):
         """Around a pass of weights, and what is allocated for it."""
         ...
 
-    def begin(self) -> Stream | None:
-        """A generation; None on a rank that has no part in it."""
+    def begin(self, seed: int) -> Stream | None:
+        """A generation; None on a rank that has no part in it.
+
+        seed: of the noise of requests that have none of their own, where the engine can take it.
+        """
         ...
 
     @property

@@ -81,8 +81,8 @@ class HostExecutor:
         with shareable_memory(self._mesh.device):
             yield HostUpdate(self, self._mesh)
 
-    def begin(self) -> HostStream | None:
-        """On the leader."""
+    def begin(self, seed: int) -> HostStream | None:
+        """On the leader. SGLang's processes go on with the noise that they have begun with."""
         return None if self.host is None else HostStream(self.host, self._patience.generate)
 
     @property

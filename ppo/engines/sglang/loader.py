@@ -46,8 +46,9 @@ def load(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def follow(model: nn.Module, said: dict[str, Any] | str, flat: Tensor) -> dict[str, Any]:
-    """Follow one instruction, given as it is or as JSON; the answer is {"error": text, "differing": parameters whose checksum
-    is another}.
+    """Follow one instruction, given as it is or as JSON; never raises.
+
+    The answer is {"error": text, "differing": parameters whose checksum is another}.
 
     An instruction is {"action": "load" | "verify", "stage": "begin" | "bucket" | "end", "style":
     "slices" | "full", "entries": [...], "zeros": [...], "checksums": {...}}. Entries of "slices"

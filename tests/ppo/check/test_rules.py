@@ -48,6 +48,8 @@ def test_the_defaults_are_right():
         (["critic.enable=false"], "critic.enable", ["needs a critic"]),
         (["algorithm.adv_estimator=grpo"], "rollout.n", ["grpo compares", "rollout.n=8"]),
         (["algorithm.adv_estimator=rloo"], "rollout.n", ["rloo compares", "rollout.n=8"]),
+        (["rollout.engine_process=rank", "trainer.deterministic=true", "trainer.device=cuda"],
+         "rollout.engine_process", ["the trainer's", "engine_process=host"]),
         (["rollout.temperature=0"], "rollout.temperature", ["training needs samples"]),
         (["rollout.episode.path=x.py", "rollout.ignore_eos=true"],
          "rollout.ignore_eos", ["no turn would end"]),

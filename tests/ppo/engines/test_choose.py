@@ -32,6 +32,14 @@ def test_auto_is_sglang_where_there_are_cuda_and_its_package_and_torch_elsewhere
         assert RolloutConfig(engine=kind).engine_kind(cuda=False, installed=nothing) == kind
 
 
+def test_auto_is_sglang_in_the_rank_on_a_cpu_and_in_its_own_process_on_cuda():
+    auto = RolloutConfig()
+    assert [auto.engine_process_kind(cuda=cuda) for cuda in (False, True)] == ["rank", "host"]
+    for kind in ("rank", "host"):
+        asked = RolloutConfig(engine_process=kind)
+        assert {asked.engine_process_kind(cuda=cuda) for cuda in (False, True)} == {kind}
+
+
 def test_the_check_and_the_start_mean_the_same_engine_by_auto_on_a_cpu(tmp_path: Path):
     config = load("rollout.engine=auto", "trainer.device=cpu")
     folder = build_tiny_model(tmp_path / "model")

@@ -108,14 +108,17 @@ def test_the_1_of_torchrun_is_told_from_the_1_of_a_user():
 
 
 def test_a_gpu_that_takes_one_process_is_refused_where_the_engine_is_another():
-    sglang, embedded = (
-        load_config(
-            None, ["model.path=tiny", "data.train_files=tiny", f"rollout.engine={engine}"]
-        ).rollout
-        for engine in ("sglang", "torch")
+    sglang, embedded, in_rank = (
+        load_config(None, ["model.path=tiny", "data.train_files=tiny", *keys]).rollout
+        for keys in (
+            ["rollout.engine=sglang"],
+            ["rollout.engine=torch"],
+            ["rollout.engine=sglang", "rollout.engine_process=rank"],
+        )
     )
     problem = exclusive_problem(EXCLUSIVE_PROCESS, sglang)
     assert problem is not None and "nvidia-smi -c DEFAULT" in problem.fix
     assert exclusive_problem(EXCLUSIVE_PROCESS, embedded) is None
+    assert exclusive_problem(EXCLUSIVE_PROCESS, in_rank) is None
     assert exclusive_problem(0, sglang) is None
     assert compute_mode(torch.device("cpu")) == 0

@@ -1,5 +1,6 @@
 """Arguments, variables and memory of an engine: pure functions, nothing is started."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -7,6 +8,7 @@ import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -117,21 +119,31 @@ def test_graphs_of_decoding_alone_stay_on_the_device_while_training():
     assert backends(engine_kwargs={"cuda_graph_backend_prefill": "breakable"})[1] == "breakable"
 
 
-def test_replicas_have_different_seeds_and_ranks_of_one_engine_the_same():
-    dims = ParallelDims(world_size=4, ranks_per_node=4, rollout_tp=2)
-    seeds = [
-        sglang_args.settings(
-            config(tensor_model_parallel_size=2),
-            dims,
-            rank=rank,
-            device=torch.device("cpu"),
-            kv_tokens=512,
-            model_path="x",
-            vocabulary={},
-        )["engine"]["random_seed"]
-        for rank in range(4)
-    ]
-    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+def settings(rank: int, *, device: str = "cpu", deterministic: bool = False) -> dict[str, Any]:
+    """Of an engine in ranks, of which there are 4 for 2 engines."""
+    given = config(tensor_model_parallel_size=2)
+    trainer = dataclasses.replace(given.trainer, deterministic=deterministic)
+    return sglang_args.settings(
+        dataclasses.replace(given, trainer=trainer),
+        ParallelDims(world_size=4, ranks_per_node=4, rollout_tp=2),
+        rank=rank,
+        device=torch.device(device),
+        process="rank",
+        kv_tokens=512,
+        model_path="x",
+        vocabulary={},
+    )
+
+
+def test_replicas_have_different_seeds_and_ranks_of_one_engine_the_same_settings():
+    first, second, third, fourth = (settings(rank) for rank in range(4))
+    assert first == second and third == fourth
+    assert first["engine"]["random_seed"] != third["engine"]["random_seed"]
+
+
+def test_deterministic_inference_would_be_the_trainers_too_in_its_rank():
+    with pytest.raises(ValueError, match="engine_process=host"):
+        settings(0, device="cuda", deterministic=True)
 
 
 def test_the_host_hides_the_rendezvous_and_expandable_segments(monkeypatch):

@@ -1,4 +1,5 @@
-"""SGLang on real GPUs: memory given back, CUDA graphs, IPC handles, the size of the KV cache.
+"""SGLang in its own process on real GPUs: memory given back, CUDA graphs, IPC handles, the size of
+the KV cache.
 
 Ready to run, and not yet run by us: `pytest -m gpu tests/ppo/engines/sglang/test_gpu.py`.
 """
@@ -35,6 +36,10 @@ def devices() -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen2(tmp_path_factory.mktemp("model") / "qwen2")
+
+
+def save_qwen2(path: Path) -> Path:
     """A random Qwen2 of about 0.5 billion parameters."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -48,7 +53,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=4096,
         tie_word_embeddings=True,
     )
-    path = tmp_path_factory.mktemp("model") / "qwen2"
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).bfloat16().save_pretrained(path)
     return path
@@ -94,6 +98,7 @@ def _session(rank: int, tp: int, folder: str, enforce_eager: bool, device: torch
         data=DataConfig(train_files=["tiny"]),
         model=ModelConfig(path=folder),
         rollout=RolloutConfig(
+            engine_process="host",
             tensor_model_parallel_size=tp,
             gpu_memory_utilization=0.5,
             max_model_len=1024,
@@ -111,25 +116,25 @@ def _session(rank: int, tp: int, folder: str, enforce_eager: bool, device: torch
         assert 0.49 * total < asked <= 0.5 * total
         released = []
         for cycle in range(CYCLES):
-            before = _free(device)
+            before = free_bytes(device)
             drive(engine.wake())
             if cycle > 0:  # the first wake loads kernels and makes NCCL's communicators
-                assert abs(before - _free(device) - asked) < SLACK
-            _check_agreement(engine, module, device)
+                assert abs(before - free_bytes(device) - asked) < SLACK
+            check_agreement(engine, module, device)
             engine.release()
-            _change(module, cycle)
-            released.append(_free(device))
+            change_weights(module, cycle)
+            released.append(free_bytes(device))
         assert max(released) - min(released) < SLACK  # nothing is lost from cycle to cycle
         assert total - released[-1] < 0.5 * asked  # and both sides' contexts are all that is left
     finally:
         engine.close()
     deadline = time.monotonic() + 60  # the driver takes back what killed processes held
-    while _free(device) <= released[-1]:
+    while free_bytes(device) <= released[-1]:
         assert time.monotonic() < deadline
         time.sleep(0.5)
 
 
-def _free(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.ipc_collect()
     torch.cuda.empty_cache()
@@ -137,13 +142,13 @@ def _free(device: torch.device) -> int:
 
 
 @torch.no_grad()
-def _change(module: nn.Module, cycle: int) -> None:
+def change_weights(module: nn.Module, cycle: int) -> None:
     for parameter in module.parameters():
         parameter.mul_(1 + 0.02 * (cycle + 1))
 
 
 @torch.no_grad()
-def _check_agreement(engine: SGLangEngine, module: Any, device: torch.device) -> None:
+def check_agreement(engine: SGLangEngine, module: Any, device: torch.device) -> None:
     """The engine's log-probs are those of the sharded model, after every sync."""
     prompts = [[100 + i, 7, 9, 2000 + i] for i in range(8)]
     params = SamplingParams(max_new_tokens=64, temperature=0.8, ignore_eos=True)
