@@ -64,6 +64,17 @@ WITHOUT_WINDOWS = frozenset(
 ROPE_OF_LONGEST = ("longrope", "su", "dynamic")
 """kinds of rotary embedding whose frequencies follow from the longest sequence of a batch"""
 
+# What a published config.json leaves to transformers, which is not imported here.
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+        **{"vocab_size": 262208, "tie_word_embeddings": True},
+    }
+}
+WITHOUT_OWN_HEAD = frozenset(("gemma", "gemma2", "cohere", "cohere2", "gpt2", "gpt_bigcode"))
+"""families whose head is the embedding in SGLang 0.5.23 whatever the configuration says"""
+_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+
 UNREADABLE = (ValueError, TypeError, ArithmeticError, AttributeError, RecursionError)
 """what a config.json raises that is none of a model"""
 
@@ -130,6 +141,8 @@ class ModelShape(AttentionShape):
     """the output head is the embedding"""
     layer_params: int
     """of one transformer layer"""
+    tables: int = 0
+    """of embeddings for each layer, and what projects them (Gemma 3n, Gemma 4)"""
     linears: tuple[Linear, ...] = ()
     """of one transformer layer, without the experts of a mixture, as Llama names them"""
 
@@ -153,12 +166,13 @@ class ModelShape(AttentionShape):
     @property
     def root_params(self) -> int:
         """FSDP's root group of a causal LM: embedding, last norm, head."""
-        return self.embedding_params * (1 if self.tied else 2) + self.hidden_size
+        own = self.embedding_params * (1 if self.tied else 2) + self.hidden_size
+        return own + self.tables
 
     @property
     def value_root_params(self) -> int:
         """The same of a value model: embedding, last norm, value head."""
-        return self.embedding_params + 2 * self.hidden_size
+        return self.embedding_params + 2 * self.hidden_size + self.tables
 
     @property
     def degrees(self) -> list[int]:
@@ -271,8 +285,7 @@ def parse_shape(config: dict[str, Any]) -> ModelShape:
     Covers decoder-only models: Llama, Mistral, Qwen, Gemma, GLM, GPT-2 and their like, mixtures of
     experts, and DeepSeek's latent attention. Layers of several kinds count as their mean.
     """
-    config = {**config, **(config.get("text_config") or {})}
-    config = {_SAME_KEY.get(key, key): value for key, value in config.items()}
+    config = _same_keys(config)
     missing = [
         key
         for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -283,6 +296,7 @@ def parse_shape(config: dict[str, Any]) -> ModelShape:
     attention = AttentionShape.of(config)
     model_type = config.get("model_type", "llama")
     mlp, width = _mlp(config)
+    tables, of_layer = _per_layer_inputs(config)
     tied = model_type.startswith(("gemma", "gpt2", "gpt_bigcode", "opt", "bloom", "falcon", "mpt"))
     return ModelShape(
         **vars(attention),
@@ -291,9 +305,43 @@ def parse_shape(config: dict[str, Any]) -> ModelShape:
         intermediate_size=width,
         vocab_size=config["vocab_size"],
         tied=config.get("tie_word_embeddings", tied),
-        layer_params=mlp + _attention(config, attention),
+        layer_params=mlp + _attention(config, attention) + of_layer,
+        tables=tables,
         linears=_linears(config, attention),
     )
+
+
+def _same_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the language model, each under one name."""
+    config = {**config, **(config.get("text_config") or {})}
+    config = {_SAME_KEY.get(key, key): value for key, value in config.items()}
+    config = _LEFT_OUT.get(config.get("model_type", ""), {}) | config
+    if config.get("model_type") == "longcat_flash":  # two attentions and two MLPs each
+        config["num_hidden_layers"] = 2 * config["num_hidden_layers"]
+    if kinds := _kinds_of_nemotron(config):
+        config["num_hidden_layers"] = len(kinds)
+    return config
+
+
+def _kinds_of_nemotron(config: dict[str, Any]) -> list[str]:
+    """Of a Nemotron-H, whose layers are one thing each: what each one is."""
+    if config.get("model_type") != "nemotron_h":
+        return []
+    letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    pattern = [letters[letter] for letter in config.get("hybrid_override_pattern") or ""]
+    return pattern or config.get("layers_block_type") or config.get("layer_types") or []
+
+
+def _per_layer_inputs(config: dict[str, Any]) -> tuple[int, int]:
+    """(parameters of the root, of each layer) for embeddings that enter every layer."""
+    width, hidden = config.get("hidden_size_per_layer_input") or 0, config["hidden_size"]
+    if not width:
+        return 0, 0
+    layers = config["num_hidden_layers"]
+    rows = config.get("vocab_size_per_layer_input", config["vocab_size"])
+    table = layers * width * (rows + hidden)
+    table += 2 * max(config.get("altup_num_inputs", 1) - 1, 0) * hidden * hidden
+    return table, 2 * hidden * (width + config.get("laurel_rank", 0)) + hidden
 
 
 def rope_problem(config: dict[str, Any], longest: int) -> str | None:
@@ -320,6 +368,35 @@ def rope_problem(config: dict[str, Any], longest: int) -> str | None:
     return None
 
 
+def sglang_problem(config: dict[str, Any], longest: int, *, on_cpu: bool) -> str | None:
+    """Why SGLang would generate from another distribution than the model's, or not at all; None
+    where nothing is known against it.
+
+    config, longest: as `rope_problem`.
+    """
+    keys = {**config, **(config.get("text_config") or {})}
+    name = keys.get("model_type")
+    if name in WITHOUT_OWN_HEAD and keys.get("tie_word_embeddings") is False:
+        return (
+            f"SGLang has no head of {name} beside its embedding, and this model's are not tied "
+            "(tie_word_embeddings): use rollout.engine=torch"
+        )
+    if on_cpu and keys.get("kv_lora_rank"):
+        return (
+            f"SGLang's attention on a CPU has no latent attention, which {name} has "
+            "(kv_lora_rank): use rollout.engine=torch"
+        )
+    return window_problem(config, longest)
+
+
+def sp_problem(config: dict[str, Any]) -> str | None:
+    """Why sequences cannot be cut over sp ranks; None where they can, as far as keys tell."""
+    keys = {**config, **(config.get("text_config") or {})}
+    kinds = keys.get("layer_types") or _kinds_of_nemotron(keys)
+    other = sorted({kind for kind in kinds if isinstance(kind, str)} - _PACKABLE_LAYERS)
+    return f"it has layers of type {', '.join(other)}" if other else None
+
+
 def window_problem(config: dict[str, Any], longest: int) -> str | None:
     """Why SGLang would generate from another distribution than the model's; None where it does not.
 
@@ -343,17 +420,60 @@ def window_problem(config: dict[str, Any], longest: int) -> str | None:
 def _attention(config: dict[str, Any], shape: AttentionShape) -> int:
     """Projections, their biases and all norms of one layer."""
     hidden, model_type = config["hidden_size"], config.get("model_type", "")
-    four_norms = model_type.startswith(("gemma2", "gemma3")) or model_type == "glm4"
+    if model_type == "nemotron_h":
+        return _nemotron_mixers(config, shape)
+    four_norms = model_type.startswith(("gemma2", "gemma3", "gemma4")) or model_type == "glm4"
     norms = hidden * (4 if four_norms else 2)
     if config.get("kv_lora_rank"):
         return _latent_attention(config, shape) + norms
     query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    if model_type.startswith("gemma4"):
+        return _gemma4_attention(config, shape) + norms
     count = hidden * (2 * query + 2 * key_value)
     if model_type.startswith("qwen2") or config.get("attention_bias"):
         count += query + 2 * key_value
     if model_type.startswith(("qwen3", "gemma3")):
         count += 2 * shape.head_dim
     return count + norms
+
+
+def _gemma4_attention(config: dict[str, Any], shape: AttentionShape) -> int:
+    """The mean of its layers: those without a window have heads of their own, and the last ones
+    take keys and values of others."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    kinds = config.get("layer_types") or ["full_attention"] * layers
+    shared, total = config.get("num_kv_shared_layers") or 0, 0
+    for number, kind in enumerate(kinds):
+        is_full = kind == "full_attention"
+        dim = (config.get("global_head_dim") if is_full else None) or shape.head_dim
+        kv = (config.get("num_global_key_value_heads") if is_full else None) or shape.num_kv_heads
+        total += 2 * hidden * shape.num_heads * dim + 2 * dim
+        if number < layers - shared:
+            total += hidden * kv * dim * (1 if is_full and config.get("attention_k_eq_v") else 2)
+    return total // layers
+
+
+def _nemotron_mixers(config: dict[str, Any], shape: AttentionShape) -> int:
+    """The mean of its layers with their norms; what `_mlp` counts is 0."""
+    hidden = config["hidden_size"]
+    query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    heads = config["mamba_num_heads"]
+    inner, states = heads * config["mamba_head_dim"], config["n_groups"] * config["ssm_state_size"]
+    mamba = hidden * (3 * inner + 2 * states + heads) + inner + 3 * heads
+    mamba += (inner + 2 * states) * (config["conv_kernel"] + 1)
+    experts = config.get("n_routed_experts") or 0
+    moe = 2 * hidden * experts * (config.get("moe_intermediate_size") or 0) + hidden * experts
+    moe += 2 * hidden * (config.get("moe_shared_expert_intermediate_size") or 0)
+    sizes = {
+        "linear_attention": mamba,
+        "mamba": mamba,
+        "full_attention": 2 * hidden * (query + key_value),
+        "attention": 2 * hidden * (query + key_value),
+        "mlp": 2 * hidden * config["intermediate_size"],
+        "moe": moe,
+    }
+    kinds = _kinds_of_nemotron(config)
+    return sum(sizes[kind] + hidden for kind in kinds) // len(kinds)
 
 
 def _linears(config: dict[str, Any], shape: AttentionShape) -> tuple[Linear, ...]:
@@ -403,14 +523,21 @@ def _mlp(config: dict[str, Any]) -> tuple[int, int]:
     width = config.get("intermediate_size") or 4 * hidden
     if isinstance(width, list):
         width = sum(width) // len(width)
+    if config.get("model_type") == "nemotron_h":
+        return 0, width  # some layers have one: `_nemotron_mixers`
     experts = next((config[key] for key in _EXPERTS if config.get(key)), 0)
     if not experts:
         return matrices * hidden * width, width
-    each = config.get("moe_intermediate_size") or width
+    each = config.get("moe_intermediate_size") or config.get("expert_ffn_hidden_size") or width
     gated = config.get("shared_expert_intermediate_size") or 0
     shared = gated or each * next((config[key] for key in _SHARED if config.get(key)), 0)
     count = matrices * hidden * (experts * each + shared) + experts * hidden
     count += hidden if gated else 0
+    if config.get("model_type") == "longcat_flash":  # experts beside every second MLP
+        count += hidden * config.get("zero_expert_num", 0)
+        return matrices * hidden * width + count // 2, width
+    if config.get("enable_moe_block"):  # Gemma 4: both
+        count += matrices * hidden * width
     dense = min(next((config[key] for key in _DENSE if config.get(key)), 0), layers)
     count = (dense * matrices * hidden * width + (layers - dense) * count) // layers
     return count, config.get("num_experts_per_tok", 2) * each + shared

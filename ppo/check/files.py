@@ -17,7 +17,14 @@ from ppo.config import ENGINE_TRAITS, PACKAGES_OF_LOGGERS, Config, Problem, Roll
 from ppo.data.columns import CHARS_PER_TOKEN, QUICK_ROWS, check_data_files, parse_row
 from ppo.data.rows import DataError, find_files, read_rows
 from ppo.data.tokenizer import token_difference
-from ppo.model_shapes import UNREADABLE, config_json, file_of_model, rope_problem, window_problem
+from ppo.model_shapes import (
+    UNREADABLE,
+    config_json,
+    file_of_model,
+    rope_problem,
+    sglang_problem,
+    sp_problem,
+)
 from ppo.plugin import PluginError, parse_plugin
 from ppo.rewards.contract import Function, RewardError
 from ppo.rewards.function import check_function, functions_of
@@ -94,11 +101,12 @@ def wrong_contents(config: Config, model_config: Path | None = None) -> list[Pro
             check_function(function)
         except RewardError as error:
             found.append(Problem("reward.function.path", function.path, str(error)))
-    return [*found, *_tokens_of_ref(config), *_lengths(config, model_config)]
+    return [*found, *_tokens_of_ref(config), *_families(config, model_config)]
 
 
-def _lengths(config: Config, model_config: Path | None) -> Iterator[Problem]:
-    """Models that are here and whose sequences would not be the same in every batch or engine."""
+def _families(config: Config, model_config: Path | None) -> Iterator[Problem]:
+    """Models that are here and whose sequences would not be the same in every batch or engine, or
+    cannot be cut."""
     longest = config.data.max_length
     for role in config.models.values():
         file = config_json(role.path)
@@ -108,14 +116,19 @@ def _lengths(config: Config, model_config: Path | None) -> Iterator[Problem]:
             continue
         try:
             keys = json.loads(file.read_bytes())
-            ropes, windows = rope_problem(keys, longest), window_problem(keys, longest)
+            ropes, uncut = rope_problem(keys, longest), sp_problem(keys)
+            on_cpu = config.trainer.device == "cpu"
+            engine = sglang_problem(keys, longest, on_cpu=on_cpu)
         except UNREADABLE:  # said where its sizes are read
             continue
         if ropes is not None:
             yield Problem(role.path_key, role.path, ropes)
         kind = config.rollout.engine_kind(cuda=True)
-        if windows is not None and kind == "sglang" and role.path_key == "model.path":
-            yield Problem("rollout.engine", kind, windows)
+        if engine is not None and kind == "sglang" and role.path_key == "model.path":
+            yield Problem("rollout.engine", kind, engine)
+        sp = config.actor.ulysses_sequence_parallel_size
+        if uncut is not None and sp > 1:
+            yield Problem("actor.ulysses_sequence_parallel_size", sp, f"{role.path}: {uncut}")
 
 
 def _tokens_of_ref(config: Config) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from ppo.config import Config
 from ppo.engines.contract import Engine
 from ppo.engines.sglang.stall import end_process
 from ppo.errors import InputError
-from ppo.model_shapes import rope_problem, window_problem
+from ppo.model_shapes import rope_problem, sglang_problem
 from ppo.models.wrapped import language_model_folder
 from sharding.agree import together
 from sharding.mesh import Mesh
@@ -45,7 +45,8 @@ def build_engine(
     keys, longest = hf_config.to_dict(), config.data.max_length
     if problem := rope_problem(keys, longest):
         raise InputError(f"model.path = {config.model.path}: {problem}")
-    if kind == "sglang" and (problem := window_problem(keys, longest)):
+    on_cpu = mesh.device.type == "cpu"
+    if kind == "sglang" and (problem := sglang_problem(keys, longest, on_cpu=on_cpu)):
         raise InputError(f"rollout.engine = {kind}: {problem}")
     if config.rollout.engine == "auto":
         logger.info("rollout.engine=auto: %s", kind)

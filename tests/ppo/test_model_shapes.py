@@ -1,5 +1,7 @@
 """Sizes from the keys of a config.json, against the models that transformers builds from it."""
 
+from typing import Any
+
 import pytest
 import torch
 import yaml
@@ -14,6 +16,7 @@ from tests.ppo.models.families import EXTRA
     [
         *("deepseek_v2", "deepseek_v3", "glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2"),
         *("gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "bloom", "phi", "starcoder2"),
+        *("gemma3n_text", "gemma4_text", "nemotron_h"),
         *("qwen3_moe", "mixtral", "gemma3_text", "olmo3", "gpt_oss", "apertus", "nemotron"),
     ],
 )
@@ -23,6 +26,24 @@ def test_models_have_as_many_parameters_as_transformers_says(family):
         parameters = AutoModelForCausalLM.from_config(config).parameters()
     shape = parse_shape(config.to_dict())
     assert shape.num_params == pytest.approx(sum(p.numel() for p in parameters), rel=0.02)
+
+
+def test_models_of_odd_layers_have_as_many_parameters_as_their_names_say():
+    longcat = parse_shape(AutoConfig.for_model("longcat_flash").to_dict())
+    assert longcat.num_params == pytest.approx(560e9, rel=0.01)
+    keys: dict[str, Any] = {  # as google/gemma-3-4b-it is published
+        "model_type": "gemma3",
+        "text_config": {
+            **{"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240},
+            **{"num_hidden_layers": 34, "sliding_window": 1024},
+        },
+        "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
+    }
+    table = yaml.safe_load(SHAPES_FILE.read_text())
+    assert parse_shape(keys) == parse_shape(table["google/gemma-3-4b"])
+    nemotron = AutoConfig.for_model("nemotron_h").to_dict()
+    pattern = nemotron | {"layers_block_type": None, "hybrid_override_pattern": "ME*-"}
+    assert parse_shape(pattern) == parse_shape(nemotron)
 
 
 def distinct_published() -> dict[str, dict]:

@@ -52,6 +52,32 @@ def test_windows_that_sglang_does_not_have_are_a_problem(tmp_path, capsys, keys,
     assert (code == 2, "does not have the attention windows" in said) == (refused, refused), said
 
 
+LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("keys", "override", "words"),
+    [
+        ({"model_type": "gemma2", "tie_word_embeddings": False}, "", "no head of gemma2 beside"),
+        ({"model_type": "deepseek_v3"} | LATENT, "", "has no latent attention, which deepseek_v3"),
+        (
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "actor.ulysses_sequence_parallel_size=2",
+            "it has layers of type linear_attention",
+        ),
+    ],
+)
+def test_what_a_start_refuses_of_a_family_is_a_problem_also_inside_of_a_multimodal_one(
+    tmp_path, capsys, keys, override, words
+):
+    whole = {"model_type": "whole", "text_config": TINY | keys, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    overrides = [f"model.path={tmp_path}", "rollout.engine=sglang", "trainer.device=cpu"]
+    overrides += [override] if override else []
+    assert run_check(parse_args(["--config", "ppo_tiny.yaml", "--check", *overrides])) == 2
+    assert words in capsys.readouterr().err.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
