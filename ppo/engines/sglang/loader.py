@@ -26,6 +26,7 @@ from sharding.reshard.checksums import checksum
 # parameters with them, so that what nothing was written to can be told at its end.
 UNWRITTEN = {2: (torch.int16, 0x7FA5), 4: (torch.int32, 0x7FA5A5A5)}
 CUT = 1 << 24  # elements looked at once
+EMPTY = torch.empty(0, dtype=torch.uint8)
 MOST_NAMED = 5
 MOST_OF_A_NAME = 500
 
@@ -82,6 +83,7 @@ def _follow(model: nn.Module, instruction: dict[str, Any], flat: Tensor) -> str:
         compare = _compare_full if instruction["style"] == "full" else _compare_slices
         return compare(model, stage, instruction, flat)
     if stage == "begin":
+        _widen(model)
         _mark_unwritten(model)
     elif stage == "end":
         _refresh_derived_buffers(model)
@@ -141,6 +143,21 @@ def _rectangle(
             f"inside the engine's {tuple(whole.shape)}"
         )
     return whole[row : row + rows, column : column + columns]
+
+
+def _widen(model: nn.Module) -> None:
+    """Make all of a float32 model float32, on a CPU: some layers are made in half precision
+    whatever the engine computes in (xIELU of Apertus), which would round what is sent.
+
+    On a GPU captured graphs hold the old memory.
+    """
+    floats = [t for t in model.state_dict().values() if t.is_floating_point() and not t.is_cuda]
+    if max(floats, key=Tensor.numel, default=EMPTY).dtype != torch.float32:
+        return
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16):
+                tensor.data = tensor.data.float()
 
 
 def _mark_unwritten(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from ppo.errors import InputError
 from ppo.models.build import build_causal_lm, build_value_model, is_packable
 from ppo.models.forward import packing_obstacle
 from ppo.models.hf_config import load_hf_config
+from sharding.checkpoint import Checkpointer, export_hf
 from sharding.checkpoint.wrapped import text_name
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
 from sharding.reshard.full_tensors import FullTensors
@@ -238,6 +239,36 @@ def test_names_that_transformers_looks_up_by_class_survive_sharding(tmp_path, fa
         stored = {n: t for name, t in stored.items() if (n := text_name(name)) is not None}
     assert sent.keys() == stored.keys()
     assert all(torch.equal(sent[name], tensor) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "granite",
+        "afmoe",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("cohere", "ernie4_5")),
+    ],
+)
+def test_a_critic_of_a_family_without_a_classifier_is_exported_and_judges(tmp_path, family):
+    noise = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    noise = (noise if family == "afmoe" else {}) | {"attention_dropout": 0.5}
+    folder = save_model(tmp_path / family, family, **noise)
+    inputs = packed_inputs(random_documents([5, 9]))
+    del inputs["labels"]
+    with init_distributed(torch.device("cpu")), torch.no_grad():
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), torch.device("cpu"))
+        critic: Any = build(build_value_model, folder, mesh)
+        for parameter in critic.parameters():
+            parameter.add_(0.1)
+        want = critic(**inputs)
+        with Checkpointer(tmp_path / "run" / "checkpoints", mesh) as checkpoints:
+            checkpoints.save(1, {"critic": critic}, {}, {})
+        out = export_hf(tmp_path / "run", tmp_path / "out", model="critic")
+        again: Any = build(build_value_model, out, mesh, needs_head=True)
+        assert want.abs().max() > 0.1 and torch.equal(again(**inputs), want)
+    keys = json.loads((out / "config.json").read_text())
+    assert keys["attention_dropout"] == 0.5
+    assert keys["architectures"][0].endswith("ForSequenceClassification")
 
 
 def test_a_tied_model_that_is_stored_under_either_name_makes_an_actor_and_a_critic(tmp_path):

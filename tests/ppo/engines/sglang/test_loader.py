@@ -98,6 +98,24 @@ def test_a_buffer_of_the_checkpoint_that_was_not_written_is_an_error_too():
     assert model.get_buffer("table").tolist() == [0, 0, 0]
 
 
+def test_layers_in_half_precision_of_a_float32_engine_hold_what_is_sent():
+    for dtype, kept in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        model = Worker(dtype)
+        model.alpha = nn.Parameter(torch.ones(1, dtype=torch.bfloat16), requires_grad=False)
+        model.beta = nn.Buffer(torch.tensor(0.5, dtype=torch.bfloat16))
+        tell(model, "begin")
+        assert model.alpha.dtype == model.beta.dtype == kept
+        named = [(name, p.shape) for name, p in model.named_parameters()]
+        flat = torch.full((sum(shape.numel() for _, shape in named),), 1.001, dtype=dtype)
+        entries, offset = [], 0
+        for name, shape in named:
+            entries.append([name, list(shape), offset])
+            offset += shape.numel()
+        tell(model, "bucket", flat, style="full", entries=entries)
+        assert torch.equal(model.alpha, flat[:1])
+        assert "never written in the engine: beta" in tell(model, "end")["error"]
+
+
 def test_what_does_not_fit_is_answered_and_never_raised():
     model, flat = Worker(), torch.arange(44.0)
     for entry, text in (
