@@ -36,6 +36,7 @@ from ppo.check.commands import run_check
 from ppo.config import Config, load_config, parse_args, values_of
 from ppo.data.printable import PrintableIds
 from ppo.data.prompts import total_steps_of
+from ppo.engines.agreement import check_agreement
 from ppo.forward_passes import response_logprobs, response_values
 from ppo.metrics import Metrics
 from ppo.models.roles import Models, build_models
@@ -152,7 +153,7 @@ def train(config: Config, run: Run) -> None:
 
         if guard.can_roll_back and (start is None or not checkpoints.owns(start)):
             save(metrics, {})
-        groups = GroupPool(config, run.mesh, sampler, state.surplus())
+        groups, is_first = GroupPool(config, run.mesh, sampler, state.surplus()), True
         while state.step < total_steps:
             step = state.step + 1
             with metrics.timed("step"):
@@ -203,6 +204,9 @@ def train(config: Config, run: Run) -> None:
             values["response_length/drift"] = state.length_drift(values["response_length/mean"])
             values |= guard.after_step(step, values)
             tracker.log(step, values)
+            if is_first:
+                check_agreement(config, values, run.mesh)
+                is_first = False
             log_samples(tracker, scorer, samples, batch, prompts.tokenizer, step)
             metrics = Metrics(run.mesh.device)  # the save's time goes into the next row
             if obey_guards(config, run, checkpoints, models, state, tracker.mark_undone):

@@ -17,6 +17,7 @@ from ppo.batch.samples import Samples
 from ppo.config import Config, ValSetConfig
 from ppo.data.dataset import Prompt
 from ppo.data.prompts import PromptSets
+from ppo.engines.agreement import Probe
 from ppo.engines.choose import build_engine
 from ppo.engines.contract import Completion, Engine, SamplingParams, stop_token_ids
 from ppo.metrics import Metrics
@@ -51,6 +52,8 @@ class Collector:
     stop_token_ids: tuple[int, ...]
     episodes: Episodes | None = None
     """the user's, where a sample is one"""
+    probe: Probe | None = None
+    """a question to an engine whose code is not the trainer's"""
 
     @contextmanager
     def awake(self, metrics: Metrics) -> Iterator[None]:
@@ -66,11 +69,15 @@ class Collector:
                 found = self.run.drive(work, holds_collectives=True)
             for name, value in found.items():
                 metrics.add(name, value, 1)
+            if self.probe is not None:
+                self.run.drive(self.probe.ask(self.engine))
             yield
         except StopRequested:
             self._release(metrics)
             raise
         self._release(metrics)
+        if self.probe is not None:
+            self.probe.check()
 
     def _release(self, metrics: Metrics) -> None:
         with metrics.timed("release"):
@@ -204,6 +211,8 @@ def open_collector(
         run_dir=run.dir,
         give_up=run.give_up,
     )
+    on_gpu = run.mesh.device.type == "cuda"
+    is_foreign = config.rollout.engine_kind(cuda=on_gpu) != "torch" and config.model.verify_forward
     with closing(engine), open_episodes(config, run, prompts.tokenizer, stops) as episodes:
         yield Collector(
             config=config,
@@ -213,6 +222,7 @@ def open_collector(
             tokenizer=prompts.tokenizer,
             stop_token_ids=stops,
             episodes=episodes,
+            probe=Probe(config, run.mesh, actor) if is_foreign else None,
         )
 
 

@@ -209,3 +209,19 @@ def test_runs_on_wrappers_are_equal_on_one_and_two_ranks(tmp_path):
     assert tensors_of(written).keys() == tensors_of(folder).keys()
     index = json.loads((written / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == tensors_of(folder).keys()
+
+
+@pytest.mark.full
+@pytest.mark.sglang
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_sglang_generates_from_the_language_model_alone(name, tmp_path):
+    folder = save_wrapper(tmp_path / name, name)
+    keys = (f"model.path={folder}", "rollout.engine=sglang", "rollout.dtype=float32")
+    keys += ("algorithm.adv_estimator=grpo",)
+    keys += ("trainer.total_training_steps=2", "trainer.save_freq=-1", "data.val_files=[]")
+    keys += ("rollout.n=2", "data.train_batch_size=8", "actor.ppo_mini_batch_size=8")
+    run_distributed(train_here, 1, [(f"{tmp_path}/run", keys)], timeout_s=600)
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 2
+    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)

@@ -10,7 +10,10 @@ from safetensors.torch import load_file, save_file
 from ppo.models.tiny import build_tiny_tokenizer
 from tests.ppo.models.hf_models import SHAPE
 
-TEXT: dict[str, Any] = SHAPE | {"vocab_size": 512, "initializer_range": 0.15}
+# SGLang on a CPU wants multiples of 32 and 64.
+TEXT: dict[str, Any] = SHAPE | {
+    **{"vocab_size": 512, "intermediate_size": 64, "initializer_range": 0.15},
+}
 SIGLIP: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -45,8 +48,8 @@ HYBRID: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
 }
 WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -71,7 +74,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "llama4": {
         "text_config": TEXT
         | {
-            "intermediate_size_mlp": 48,
+            "intermediate_size_mlp": 64,
             "num_local_experts": 2,
             "layer_types": ["full_attention"] * 2,
             "no_rope_layers": [1, 0],
