@@ -112,7 +112,7 @@ def test_two_jobs_started_together_train_agree_and_end_in_good_order(tmp_path: P
                 assert job is host or 1 < row["episodes/turns"] <= 4
 
         names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in rank.children]
-        assert not [name for name in names if "sglang" in name]
+        assert not [name for name in names if "sglang::" in name or "sglang/host.py" in name]
         rank.process.send_signal(signal.SIGTERM)
         rank.process.wait(FAULT_S)
         assert rank.status()["state"] == "preempted", rank.text()

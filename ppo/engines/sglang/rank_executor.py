@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,6 +111,7 @@ class RankExecutor:
         """Around all that is called of SGLang; limit_s without progress end this process."""
         limit_s = self._patience.call if limit_s is None else limit_s
         with self._state.lent(), self._watch.over(what, limit_s):
+            warnings.showwarning = _log_warning  # until the trainer has its own again
             yield
 
     def _progress(self) -> None:
@@ -196,6 +198,11 @@ def _log_into(path: Path) -> logging.Handler:
     log.setLevel(logging.INFO)
     log.propagate = False
     return handler
+
+
+def _log_warning(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+    text = warnings.formatwarning(message, category, filename, lineno)
+    logging.getLogger("sglang").warning("%s", text.rstrip())
 
 
 def _log_nowhere(handler: logging.Handler) -> None:
