@@ -1,11 +1,13 @@
 """Stand-in for SGLang's compiled kernels on a CPU that has none of them.
 
 SGLang imports names from `sgl_kernel` when its modules load, and on a CPU without AMX computes with
-its own torch code instead of calling them. The engine host puts this folder before the installed
+its own torch code instead of calling them. The engine puts this folder before the installed
 package on `sys.path` when the device is "cpu". Functional, not fast.
 
 Must not know: ppo, sharding.
 """
+
+import functools
 
 import torch
 
@@ -27,6 +29,7 @@ def __getattr__(name: str):
 _get_device_module = torch.get_device_module
 
 
+@functools.wraps(_get_device_module)  # torch.compile looks for what it wraps
 def _device_module(device=None):
     return _get_device_module("cpu" if device is None else device)
 

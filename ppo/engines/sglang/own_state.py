@@ -40,6 +40,7 @@ class OwnState:
         self._variables: dict[str, str | None] = dict(variables)
         self._first_on_path = list(first_on_path)
         self._random: dict[str, Any] | None = None
+        self._device_module = torch.get_device_module
         self._world: Any = None
         self._store: Any = None  # of the trainer's default group
 
@@ -49,7 +50,7 @@ class OwnState:
         with ExitStack() as restored:
             for change in (
                 *(self._lend_environment, self._lend_random_state, self._lend_default_group),
-                *(_keep_numerics, _keep_logging, _keep_hooks, _keep_cores),
+                *(self._lend_compiler, _keep_numerics, _keep_logging, _keep_hooks, _keep_cores),
             ):
                 restored.enter_context(contextmanager(change)())
             restored.enter_context(warnings.catch_warnings())
@@ -109,6 +110,21 @@ class OwnState:
             self._world = c10d._world.default_pg
             c10d._world.default_pg, c10d._backend, c10d._default_pg_init_method = before
 
+    def _lend_compiler(self) -> Iterator[None]:
+        """torch.compile, which reads the environment once for the process, and the function that
+        names torch's device: SGLang's CPU engine has its own."""
+        import torch._dynamo.config as dynamo
+
+        before = torch.get_device_module
+        disabled, suppresses = dynamo.disable, dynamo.suppress_errors
+        torch.get_device_module = self._device_module
+        dynamo.disable = disabled or os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+        try:
+            yield
+        finally:
+            self._device_module, torch.get_device_module = torch.get_device_module, before
+            dynamo.disable, dynamo.suppress_errors = disabled, suppresses
+
 
 def _set_environment(wanted: Mapping[str, str | None]) -> None:
     for name in [name for name in os.environ if wanted.get(name) is None]:
@@ -135,11 +151,9 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _keep_numerics() -> Iterator[None]:
-    """Precision, threads, and what torch.compile does with an error."""
+    """Precision and threads of torch's computations."""
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
-    dynamo: Any = sys.modules.get("torch._dynamo.config")
-    suppresses = None if dynamo is None else dynamo.suppress_errors
     try:
         yield
     finally:
@@ -148,8 +162,6 @@ def _keep_numerics() -> Iterator[None]:
             torch.set_num_threads(threads)
         if torch.get_float32_matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
-        if dynamo is not None and dynamo.suppress_errors != suppresses:
-            dynamo.suppress_errors = suppresses
 
 
 def _keep_logging() -> Iterator[None]:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.config
 import torch.distributed as dist
 
 from ppo.engines.contract import Request, SamplingParams
@@ -169,6 +170,8 @@ def _process_state() -> dict[str, Any]:
         "handles": torch.multiprocessing.reductions.reduce_tensor,
         "random numbers": (random.getstate(), numpy_random[1].tobytes()),
         "torch's random numbers": torch.get_rng_state().tolist(),
+        "device module": torch.get_device_module,
+        "compiler": (torch._dynamo.config.disable, torch._dynamo.config.suppress_errors),
         "default type": torch.get_default_dtype(),
         "threads of kernels": torch.get_num_threads(),
         "precision": torch.get_float32_matmul_precision(),

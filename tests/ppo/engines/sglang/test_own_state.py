@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.config
 import torch.distributed as dist
 
 from ppo.engines.sglang.own_state import OwnState
@@ -32,6 +33,8 @@ def state() -> dict[str, Any]:
         "hooks": (sys.excepthook, signal.getsignal(signal.SIGQUIT)),
         "sharing": torch.multiprocessing.get_sharing_strategy(),
         "warnings": (warnings.showwarning, list(warnings.filters)),
+        "compiler": (torch._dynamo.config.disable, torch._dynamo.config.suppress_errors),
+        "device module": torch.get_device_module,
         "cores": os.sched_getaffinity(0),
     }
 
@@ -51,19 +54,21 @@ def change_everything() -> None:
     torch.multiprocessing.set_sharing_strategy("file_system")
     warnings.simplefilter("ignore")
     warnings.showwarning = lambda *_, **__: None
+    torch._dynamo.config.suppress_errors = True
+    torch.get_device_module = lambda device=None: torch.cpu
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
 def test_the_process_is_as_before_after_code_that_has_changed_it_and_raised(monkeypatch):
     monkeypatch.setenv("OURS_ALONE", "1")
-    own = OwnState({"SGL_GIVEN": "x", "OURS_TOO": None}, ["/first"])
+    own = OwnState({"SGL_GIVEN": "x", "OURS_TOO": None, "TORCH_COMPILE_DISABLE": "1"}, ["/first"])
     monkeypatch.setenv("OURS_TOO", "1")
     with init_distributed(torch.device("cpu")):
         before = state()
         with pytest.raises(KeyError), own.lent():
             assert (os.environ["SGL_GIVEN"], os.environ.get("OURS_TOO")) == ("x", None)
             assert sys.path[0] == "/first" and not torch.is_grad_enabled()
-            assert not dist.is_initialized()
+            assert not dist.is_initialized() and torch._dynamo.config.disable
             own.make_world("gloo", rank=0, size=1, name="0")
             world = dist.group.WORLD
             change_everything()
@@ -75,6 +80,7 @@ def test_the_process_is_as_before_after_code_that_has_changed_it_and_raised(monk
         assert {name for name in before if before[name] != after[name]} == set()
         with own.lent():
             assert dist.group.WORLD is world is not None
+            assert torch.get_device_module("anything") is torch.cpu
             assert os.environ["SGL_OF_ITS_OWN"] == "1" and "OURS_ALONE" not in os.environ
         own.end_world()
         dist.barrier()  # of the trainer's group, which is there still
