@@ -429,6 +429,8 @@ def _attention(config: dict[str, Any], shape: AttentionShape) -> int:
     query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     if model_type.startswith("gemma4"):
         return _gemma4_attention(config, shape) + norms
+    if config.get("linear_num_value_heads"):
+        return _delta_attention(config, shape) + norms
     count = hidden * (2 * query + 2 * key_value)
     if model_type.startswith("qwen2") or config.get("attention_bias"):
         count += query + 2 * key_value
@@ -451,6 +453,21 @@ def _gemma4_attention(config: dict[str, Any], shape: AttentionShape) -> int:
         if number < layers - shared:
             total += hidden * kv * dim * (1 if is_full and config.get("attention_k_eq_v") else 2)
     return total // layers
+
+
+def _delta_attention(config: dict[str, Any], shape: AttentionShape) -> int:
+    """The mean of gated DeltaNet (arXiv:2412.06464) and gated attention: Qwen3-Next, Qwen3.5."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    heads, width = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    values = heads * width
+    delta = hidden * (2 * keys + 3 * values + 2 * heads) + 2 * heads + width
+    delta += (2 * keys + values) * (config.get("linear_conv_kernel_dim") or 4)
+    query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    full = hidden * (3 * query + 2 * key_value) + 2 * shape.head_dim
+    kinds, every = config.get("layer_types"), config.get("full_attention_interval") or 4
+    number = kinds.count("full_attention") if kinds else layers // every
+    return (number * full + (layers - number) * delta) // layers
 
 
 def _nemotron_mixers(config: dict[str, Any], shape: AttentionShape) -> int:

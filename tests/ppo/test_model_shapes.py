@@ -16,7 +16,7 @@ from tests.ppo.models.families import EXTRA
     [
         *("deepseek_v2", "deepseek_v3", "glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2"),
         *("gpt2", "gpt_bigcode", "gpt_neox", "gptj", "opt", "bloom", "phi", "starcoder2"),
-        *("gemma3n_text", "gemma4_text", "nemotron_h"),
+        *("gemma3n_text", "gemma4_text", "nemotron_h", "qwen3_next", "qwen3_5_text"),
         *("qwen3_moe", "mixtral", "gemma3_text", "olmo3", "gpt_oss", "apertus", "nemotron"),
     ],
 )
