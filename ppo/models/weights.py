@@ -170,11 +170,9 @@ def remember_names(module: Any, whole: Any | None = None) -> None:
         module.wrapper = whole.wrapper
         conversions = get_model_conversion_mapping(whole.module, add_legacy=False)
         # those of its towers have the tower as their scope
-        conversions = [
-            c
-            for c in conversions
-            if (c.scope_prefix or "language_model").startswith("language_model")
-        ]
+        own = "language_model"
+        scopes = [getattr(c, "scope_prefix", None) or own for c in conversions]
+        conversions = [c for c, s in zip(conversions, scopes, strict=True) if s.startswith(own)]
     merges = any(not isinstance(c, WeightRenaming) for c in conversions)
     module.conversion = Conversion(bool(conversions), merges)
 

@@ -47,13 +47,14 @@ def open_whole(path: Path, model_config: ModelConfig) -> Whole | None:
     config = load_whole_config(path, model_config)
     if config is None:
         return None
-    kind = whole_class(config)
+    kind: Any = whole_class(config)
     try:
         with torch.device("meta"):
-            module = kind._from_config(config)  # pyright: ignore[reportOptionalMemberAccess]
+            module = kind._from_config(config, dtype=torch.get_default_dtype())
         prefix = prefix_of(module)
     except Exception as error:  # whatever the code of a family raises
         raise InputError(f"{path}: its multimodal model cannot be built: {error}") from error
+    logger.info("%s: of %s the language model alone is read", path, type(module).__name__)
     return Whole(
         config, module, Wrapper(str(path.resolve()), prefix, dict(model_config.override_config))
     )

@@ -90,7 +90,8 @@ def _whole_on_meta(folder: Path) -> Any:
     if kind is None:
         raise CheckpointError(f"{folder}: is not the multimodal model that was trained: {config}")
     with torch.device("meta"):
-        return kind._from_config(config)
+        # in another dtype it would change torch's default, under a training that goes on
+        return kind._from_config(config, dtype=torch.get_default_dtype())
 
 
 def _stored_names(
