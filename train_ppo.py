@@ -59,6 +59,7 @@ from ppo.state.rollback import obey_guards
 from ppo.state.train_state import new_state
 from ppo.step_metrics import perf_metrics, summarise_batch, watch_for_degeneration
 from ppo.tracking.board import About
+from ppo.tracking.profiler import StepProfiler
 from ppo.tracking.tracker import Tracker
 from ppo.update import (
     Running,
@@ -91,17 +92,22 @@ def train(config: Config, run: Run) -> None:
             logger.info("nothing to train: %s is of step %d of %d", start, state.step, total_steps)
             return run.nothing_left(state.step)
         # before models: a reward that cannot work is said within seconds
+        run.clock.mark("prompts")
         pool = owned.enter_context(open_rewards(config, run, prompts))
+        run.clock.mark("rewards")
         models = build_models(config, run.mesh, run.dir, total_steps, num_ids=prompts.num_ids)
+        run.clock.mark("models")
         actor, critic, ref = models
         scorer = build_scorer(config, run, prompts, pool)
         if start is not None:  # into the tensors where they rest
             start = load_models(config, run, checkpoints, models, state, start)
+            run.clock.mark("checkpoint")
         # last of what takes device memory: an engine sizes its cache by what is free then, and
         # what a start needs besides must not come out of it
         collector = owned.enter_context(open_collector(config, run, prompts, actor))
         guard, is_text = state.guard, PrintableIds(prompts.tokenizer, collector.stop_token_ids)
         batchers = make_batchers(config, run.mesh, models, halvings=guard.state.halvings)
+        run.clock.mark("engine")
         # nothing can be refused any more: from here on this start writes the record of the run
         run.begin(step=state.step, anew=start is None or not checkpoints.owns(start))
         if start is not None and trains:
@@ -112,6 +118,7 @@ def train(config: Config, run: Run) -> None:
         tracker = owned.enter_context(
             Tracker(run.record, enabled=writes, loggers=loggers, about=about)
         )
+        profiler = StepProfiler(run.record, config.trainer.profile_steps, run.mesh)
         going_back = config.trainer.resume_path is not None
         after = None if start is None else state.step
         run.attempt(lambda: tracker.truncate(after, keep=going_back))
@@ -184,12 +191,14 @@ def train(config: Config, run: Run) -> None:
                         update_critic(critic, batch, config, batchers.critic, metrics, step, guard)
                 # 6 actor
                 if guard.trains_actor(step) and not skips:
-                    with metrics.timed("update_actor"):
+                    recorded = profiler.window(step, actor.optimizer)
+                    with recorded, metrics.timed("update_actor"):
                         update_actor(
                             actor, batch, config, batchers.actor, metrics, step, guard, ref
                         )
             # 7 finish: from here on the iteration counts
             state.commit(groups.surplus())
+            run.clock.mark("first_iteration")
             if not sampler.has_next():  # with filter_groups a step draws several batches
                 total_steps = step
             run.status("running", step)
@@ -197,6 +206,8 @@ def train(config: Config, run: Run) -> None:
             metrics.set("training/epoch", sampler.epoch)
             summarise_batch(batch, batchers.actor, metrics)
             watch_for_degeneration(batch, batchers.actor, metrics, is_text)
+            for name, value in profiler.report().items():
+                metrics.maximum(name, value)
             if prompts.val and due(step, config.trainer.test_freq, total_steps):
                 test(metrics)
             values = metrics.reduce(run.mesh.host_group)

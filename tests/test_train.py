@@ -19,6 +19,7 @@ from ppo.engines.contract import Completion
 from ppo.kl import make_kl_controller
 from ppo.metrics import Metrics
 from ppo.run.run import Run
+from ppo.tracking.trace import read_events
 from sharding.mesh import build_mesh
 from tests.distributed import run_distributed
 from tests.ppo.batches import make_batch, put_together
@@ -265,7 +266,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         "ref.fsdp.mixed_precision.param_dtype=bfloat16",
         "actor.entropy_coeff=0.01",
         "trainer.total_training_steps=2",
-        "trainer.save_freq=1",
+        *("trainer.save_freq=1", "trainer.profile_steps=[2]"),
     )
     bypass = (
         *("algorithm.adv_estimator=grpo", "rollout.n=2", "algorithm.use_kl_in_reward=false"),
@@ -274,7 +275,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     )
     jobs = {"grpo": overrides, "failing": failing, "bypass": bypass}
     run_distributed(train_here, 2, [(str(folder / name), jobs[name]) for name in jobs])
-    return {name: rows_of(folder / name) for name in jobs}
+    profiles = sorted((folder / "grpo" / "profile").rglob("*.*"))
+    status = json.loads((folder / "grpo" / "status.json").read_text())
+    rows = {name: rows_of(folder / name) for name in jobs}
+    return rows | {"profiles": [{"path": path} for path in profiles], "status": [status]}
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +293,31 @@ def test_grpo_trains_without_a_critic(grpo):
         assert "critic/vf_loss" not in row
         assert row["actor/kl_loss"] >= 0
         assert row["actor/grad_norm"] > 0
+
+
+@pytest.mark.distributed
+def test_a_step_that_is_profiled_leaves_a_trace_of_each_rank_a_table_and_metrics(pair):
+    first, second = pair["grpo"]
+    assert "timing_share/comm" not in first
+    assert 0 < second["profile/all_gather_s"] < second["profile/window_s"]
+    assert 0 < second["timing_share/comm"] < 1
+    paths = [found["path"] for found in pair["profiles"]]
+    names = ["rank_0000.trace.json.gz", "rank_0001.trace.json.gz", "summary.md"]
+    assert [path.name for path in paths] == names
+    assert {path.parent.name for path in paths} == {"step_00000002"}
+    assert "| communication, exposed |" in paths[2].read_text()
+    for path in paths[:2]:
+        events = {event["name"] for event in read_events(path)}
+        assert {"gloo:all_gather", "aten::mm"} <= events
+        assert sum("Optimizer.step" in name for name in events) == 1
+
+
+@pytest.mark.distributed
+def test_the_status_of_a_run_has_the_seconds_of_the_parts_of_its_start(pair):
+    [status] = pair["status"]
+    parts = ["prompts", "rewards", "models", "engine", "first_iteration"]
+    assert list(status["startup_s"]) == parts
+    assert all(seconds >= 0 for seconds in status["startup_s"].values())
 
 
 @pytest.mark.distributed

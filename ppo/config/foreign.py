@@ -37,7 +37,6 @@ class NotBuilt(NamedTuple):
 
 NOT_BUILT = {
     "model.checkpoint_policy": NotBuilt("full"),
-    "model.compile": NotBuilt("false"),
     "model.use_liger": NotBuilt("false"),
     "actor.tensor_parallel_size": NotBuilt("1", "use actor.ulysses_sequence_parallel_size"),
     "actor.expert_parallel_size": NotBuilt("1"),
@@ -48,8 +47,6 @@ NOT_BUILT = {
     "rollout.episode": NotBuilt(None),
     "rollout.tail": NotBuilt(None),
     "rollout.partial": NotBuilt(None),
-    "trainer.profile_steps": NotBuilt("[]"),
-    "trainer.alarms.comm_share": NotBuilt("null"),
 }
 
 

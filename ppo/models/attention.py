@@ -84,6 +84,7 @@ def choose_kernel(implementation: str, device: torch.device) -> Kernel | None:
     return None
 
 
+@torch.compiler.disable  # bounds and lengths are new in every micro-batch; it is a kernel already
 def packed_attention(
     module: nn.Module,
     query: Tensor,

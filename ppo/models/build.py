@@ -43,6 +43,7 @@ from sharding.activations import checkpoint_activations, offload_activations
 from sharding.adapters import freeze_base
 from sharding.agree import together
 from sharding.checkpoint.classes import classifier_class
+from sharding.compiled import compile_layers
 from sharding.fsdp import shard_model
 from sharding.mesh import Mesh
 from sharding.names import tied_names
@@ -225,6 +226,8 @@ def _shard(
     module.eval()  # also to train: what is random in training would change the first ratio
     module.requires_grad_(not forward_only)
     freeze_base(module)
+    if model_config.compile == "layers":
+        compile_layers(module)
     if checkpointing:
         checkpoint_activations(module)
         if model_config.enable_activation_offload:

@@ -28,6 +28,7 @@ from ppo.models.attention import (
     register,
     varlen_kernel,
 )
+from ppo.models.flash import Heads, use_fastest_flash
 from sharding.mesh import Mesh
 from sharding.ulysses import ulysses_problems
 
@@ -73,7 +74,7 @@ def plan_forward(
     attn_implementation: str,
     use_remove_padding: bool,
 ) -> ForwardPlan:
-    """Choose attention for a transformers model on meta, and set it on the model.
+    """Choose attention for a transformers model on meta, and set it on the model. Collective.
 
     Warns when documents are to be packed and the model cannot take them.
     Raises ValueError when sp > 1 and heads do not divide, or the model cannot be packed.
@@ -97,6 +98,9 @@ def plan_forward(
             )
         register()
         module.set_attn_implementation(ATTENTION_NAME)
+        is_free = attn_implementation == "auto" and not torch.are_deterministic_algorithms_enabled()
+        if kernel is varlen_kernel and is_free:
+            use_fastest_flash(_heads_of(config, sp), mesh.device, mesh.host_group)
     else:
         if kernel is None:
             _set_attention(module, attn_implementation)
@@ -114,6 +118,15 @@ def plan_forward(
         mesh.device,
         num_ids,
     )
+
+
+def _heads_of(config: Any, sp: int) -> Heads:
+    """As a kernel sees them on one of `sp` ranks."""
+    num = config.num_attention_heads
+    num_kv = getattr(config, "num_key_value_heads", None) or num
+    size = getattr(config, "head_dim", None) or config.hidden_size // num
+    window = getattr(config, "sliding_window", None)
+    return Heads(num // sp, max(1, num_kv // sp), size, window)
 
 
 def _set_attention(module: Any, name: str) -> None:

@@ -29,7 +29,7 @@ LOCK_PATIENCE_S = {True: 10.0, False: 120.0}
 """how long a start waits for a job on this host, or on another, to be gone: a file server keeps the
 locks of a node that has crashed for a while"""
 RESULTS = ("checkpoints", "metrics.jsonl", "histograms.jsonl", "samples", "tensorboard", "trackers")
-RECORD = (*RESULTS, "config.yaml", "starts.jsonl", "status.json")
+RECORD = (*RESULTS, "config.yaml", "starts.jsonl", "status.json", "profile")
 """the files of a run that belong together; logs are of processes, and go on"""
 LONGEST_REASON = 2000
 """letters that fit into the block that status.json has on the disk already"""
@@ -37,24 +37,32 @@ OUR_LOGGERS = ("__main__", "train_ppo", "rollout", "ppo", "sharding")
 
 
 def write_status(
-    folder: Path, state: Outcome, *, step: int, reason: str, alarms: Mapping[str, str] | None = None
+    folder: Path,
+    state: Outcome,
+    *,
+    step: int,
+    reason: str,
+    alarms: Mapping[str, str] | None = None,
+    startup_s: Mapping[str, float] | None = None,
 ) -> None:
     """Replace status.json: {"state", "step", "reason"}; launch scripts requeue from it.
 
     alarms: what is the matter, by metric: a fourth entry, where there is anything.
+    startup_s: seconds of the parts of the start: another, likewise.
 
     On a disk that is full the file that is there is written over: it has its block.
     """
     path = folder / "status.json"
     status: dict[str, Any] = {"state": state, "step": step, "reason": reason}
-    status |= {"alarms": dict(alarms)} if alarms else {}
+    more = {"alarms": alarms, "startup_s": startup_s}
+    status |= {name: dict(entry) for name, entry in more.items() if entry}
     try:
         replace_text(path, json.dumps(status) + "\n")
     except OSError:
         if not path.is_file():
             raise
-        status.pop("alarms", None)
-        content = json.dumps(status | {"reason": reason[:LONGEST_REASON]}) + "\n"
+        least = {name: status[name] for name in ("state", "step")}
+        content = json.dumps(least | {"reason": reason[:LONGEST_REASON]}) + "\n"
         with path.open("r+b") as file:
             file.write(content.encode())
             file.truncate()

@@ -35,6 +35,7 @@ from ppo.run.limits import make_watchdog
 from ppo.run.oom import OOM_FILE, is_out_of_memory, read_oom, with_smaller_budgets, write_oom
 from ppo.run.progress import progress_bar
 from ppo.run.signals import EXIT_INTERRUPTED, SignalWatch
+from ppo.run.startup import StartClock
 from ppo.run.status import Status
 from ppo.run.stops import STOP_FILES, StopRequests
 from ppo.run.watchdog import Watchdog, is_of_communication
@@ -72,6 +73,7 @@ class Run:
         command: Sequence[str],
         restart_count: int = 0,
         tell_launcher: Callable[[str], None] = lambda _: None,
+        clock: StartClock | None = None,
     ) -> None:
         """
         Args:
@@ -79,6 +81,7 @@ class Run:
             restart_count: TORCHELASTIC_RESTART_COUNT. Only a first start (0) obeys resume_mode
                 disable and removes old STOP and PREEMPT files.
             tell_launcher: told, on one rank of a node, why its processes are ended.
+            clock: of the start, begun before the process groups; None = begins here.
         """
         self.dir = config.run_dir
         self.mesh = mesh
@@ -90,6 +93,8 @@ class Run:
         self._earlier: str | None = None
         """state that an earlier start has left"""
         self._status = Status(self.dir, mesh.rank)
+        self.clock = StartClock() if clock is None else clock
+        self._status.startup_s = self.clock.seconds
         self._halvings: dict[str, int] = {}
         """of token budgets, by earlier starts that ran out of memory"""
         self._owned = ExitStack()
@@ -194,6 +199,7 @@ class Run:
         """
         self.attempt(lambda: self._write_record(step, anew and not self.is_restart))
         self._status.step, self._status.is_ours = step, True
+        logger.info("%s", self.clock)
         assert self._watchdog is not None
         self._watchdog.begin()
 
@@ -219,7 +225,8 @@ class Run:
             world_size=self.mesh.dims.world_size,
             restart=self._restart_count,
         )
-        write_status(self.record, "running", step=step, reason="")
+        startup_s = self.clock.seconds
+        write_status(self.record, "running", step=step, reason="", startup_s=startup_s)
 
     def ends_early(self, reason: str) -> None:
         """What status.json says of a run that finishes before its last iteration."""

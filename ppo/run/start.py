@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ from ppo.run.machine import (
 )
 from ppo.run.run import Run
 from ppo.run.signals import EXIT_INTERRUPTED, stop_with_parent
+from ppo.run.startup import StartClock, process_age
 from sharding.agree import gather, together
 from sharding.dims import ParallelDims
 from sharding.groups import world
@@ -49,9 +50,16 @@ EXIT_S = 20
 """what Python's own end may take after a failure: NCCL may wait for ranks that will not come"""
 HOST_TIMEOUT_S = 1800
 """seconds that one rank may be ahead of another on the host: it may be busy with files"""
-ENVIRONMENT = {"TORCH_GLOO_LAZY_INIT": "1"}
-"""what torch reads of the environment, unless the user has set it: gloo connects ranks when they
-first talk to each other, not all to all in every group"""
+ENVIRONMENT = {
+    ("TORCH_GLOO_LAZY_INIT",): "1",
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+    ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+}
+"""what torch reads of the environment, by its names for it, unless the user has set one: gloo
+connects ranks when they first talk to each other, not all to all in every group; NCCL's flight
+recorder keeps the last collectives and writes them down when one of them times out"""
+DUMP_NAMES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""where the flight recorder writes, the rank is appended"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +79,14 @@ class Launch:
     """settings of torch's allocator that the user has asked for (PYTORCH_ALLOC_CONF)"""
     error_file: str | None = None
     """where torchrun looks for the reason of a failure"""
+    env: MutableMapping[str, str] = field(default_factory=dict, repr=False)
+    """of the process: what torch reads later is set here"""
 
     @classmethod
     def from_env(cls, env: MutableMapping[str, str]) -> "Launch":
         """Read torchrun's variables, and set ENVIRONMENT."""
-        for name, value in ENVIRONMENT.items():
-            env.setdefault(name, value)
+        for names, value in ENVIRONMENT.items():
+            _set_unless_given(env, names, value)
         has_agent = "TORCHELASTIC_RUN_ID" in env
         return cls(
             rank=int(env.get("RANK", 0)),
@@ -88,6 +98,7 @@ class Launch:
             threads=given_threads(env, os.getppid() if has_agent else None),
             allocator=env.get("PYTORCH_ALLOC_CONF") or env.get("PYTORCH_CUDA_ALLOC_CONF") or "",
             error_file=env.get("TORCHELASTIC_ERROR_FILE"),
+            env=env,
         )
 
     def problems(self, config: Config) -> list[Problem]:
@@ -119,6 +130,12 @@ class Launch:
             content = {"message": reason, "timestamp": int(time.time()) - 1}
             with suppress(OSError):
                 Path(self.error_file).write_text(json.dumps(content), encoding="utf-8")
+
+
+def _set_unless_given(env: MutableMapping[str, str], names: Sequence[str], value: str) -> None:
+    """The first of torch's names for a setting, where the user has set none of them."""
+    if not any(name in env for name in names):
+        env[names[0]] = value
 
 
 def program(
@@ -203,6 +220,8 @@ def choose_dims(
 @contextmanager
 def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator[Run]:
     """The process group, the meshes, and the run folder with its logs and status."""
+    clock = StartClock(process_age())
+    clock.mark("imports")
     if launch.has_agent:
         stop_with_parent()
     device = pick_device(config, launch.local_rank)
@@ -222,6 +241,8 @@ def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator
         # shape (about half a second each); here every micro-batch has shapes of its own.
         torch.backends.cuda.enable_cudnn_sdp(False)
         use_expandable_segments(launch.allocator)
+        recorder = config.run_dir.absolute() / "logs" / "nccl_rank_"
+        _set_unless_given(launch.env, DUMP_NAMES, str(recorder))
     with init_distributed(
         device,
         rank=launch.rank,
@@ -231,12 +252,14 @@ def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator
     ):
         dims, reason = choose_dims(config, launch, memory_of(device))
         mesh = build_mesh(dims, device, timeout_s=config.trainer.comm_timeout_s)
+        clock.mark("process_groups")
         run = Run(
             config,
             mesh,
             command=command,
             restart_count=launch.restart_count,
             tell_launcher=launch.tell_launcher,
+            clock=clock,
         )
         with _one_cause(run, launch), run:
             problem = exclusive_problem(compute_mode(device), config.rollout)

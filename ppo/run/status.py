@@ -23,6 +23,8 @@ class Status:
         """iterations done"""
         self.alarms: dict[str, str] = {}
         """what is the matter at the moment, by metric"""
+        self.startup_s: dict[str, float] = {}
+        """of the parts of this start"""
         self.is_ours = False
         """whether this start may write: before, the outcome of an earlier one stays"""
         self.is_cause = False
@@ -39,7 +41,14 @@ class Status:
     def write(self, state: Outcome, reason: str) -> None:
         """A run must not fail, and a failure not be hidden, because it cannot be written down."""
         try:
-            write_status(self.folder, state, step=self.step, reason=reason, alarms=self.alarms)
+            write_status(
+                self.folder,
+                state,
+                step=self.step,
+                reason=reason,
+                alarms=self.alarms,
+                startup_s=self.startup_s,
+            )
         except OSError as error:
             logger.error("status.json does not say %s: %s", state, error)
 

@@ -53,11 +53,16 @@ class ModelConfig(Section):
     dtype: Dtype = "float32"
     """master weights; gradients follow, and Adam's moments unless optim.state_dtype says more"""
     attn_implementation: Annotated[str, TextRule("the name of a function", r"[A-Za-z].*")] = "auto"
-    """HF attention function; auto = packed varlen attention where it exists"""
+    """HF attention function; auto = packed varlen attention where it exists, by FA3 or FA4 where
+    one is installed and a trial at the start finds it as exact as flash attention 2"""
     enable_gradient_checkpointing: MayChange[bool] = True
     """recompute each layer in the backward pass: less memory, about a third more time"""
     enable_activation_offload: MayChange[bool] = False
     """keep the checkpointed activations in host memory"""
+    compile: Literal["false", "layers"] = "false"
+    """layers = torch compiles the layers of each model when they first run, in a minute or two, and
+    their small operations become few kernels; log-probs with and without gradients are then equal
+    up to rounding, and so is the first ratio 1. Where that fails they run as they are"""
     use_remove_padding: bool = True
     """pack sequences into one row instead of padding them"""
     verify_forward: MayChange[bool] = True

@@ -58,6 +58,9 @@ class AlarmsConfig(Section):
 
     reshard_share: Share | None = 0.05
     """timing_share/reshard above it: part of the time that weights take on their way"""
+    comm_share: Share | None = 0.10
+    """timing_share/comm above it, in an iteration of trainer.profile_steps: part of the time in
+    which a rank does nothing but communicate"""
     memory: Share | None = 0.95
     """perf/max_memory_share above it: share of a device's memory"""
     ref_kl: Positive | None = 0.1
@@ -90,6 +93,7 @@ class AlarmsConfig(Section):
         diff = "training/rollout_probs_diff_mean"
         found = [
             _alarm("timing_share/reshard", self.reshard_share),
+            _alarm("timing_share/comm", self.comm_share, advice="look at profile/"),
             _alarm(MEMORY, self.memory),
             _alarm("actor/ref_kl", self.ref_kl),
             _alarm(diff, self.rollout_probs_diff_mean, advice=probs),
@@ -177,6 +181,9 @@ class TrainerConfig(Section):
     """folder of this run in it; null = name of the config file"""
     default_local_dir: MayChange[FilePath | None] = None
     """run folder; null = runs/PROJECT/EXPERIMENT"""
+    profile_steps: MayChange[Annotated[list[PositiveInt], ListRule()]] = field(default_factory=list)
+    """iterations whose first mini-batch of the actor's update is traced on every rank, to
+    RUN/profile: traces for Perfetto, on CUDA a memory snapshot, a table, and metrics"""
     log_val_generations: MayChange[NonNegativeInt] = 8
     """validation samples that are logged as text"""
     balance_batch: MayChange[bool] = True

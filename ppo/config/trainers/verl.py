@@ -244,8 +244,6 @@ _NOT_NEEDED = {
 }
 
 _NOT_BUILT = {
-    "profiling": "actor.profiler critic.profiler ref.profiler rollout.profiler global_profiler "
-    "reward_model.profiler",
     "quantised training": "actor.qat rollout.qat rollout.quantization_config_file "
     "actor.fsdp.qat critic.fsdp.qat ref.fsdp.qat",
     "multi-turn generation with tools": "rollout.multi_turn rollout.agent data.tool_config_path "
@@ -274,6 +272,10 @@ ADVICE |= {
     for path in paths.split()
 }
 
+_PROFILERS = "actor critic ref rollout reward_model"
+ADVICE |= {f"{name}.profiler": "use trainer.profile_steps" for name in _PROFILERS.split()}
+ADVICE["global_profiler"] = "use trainer.profile_steps"
+
 # names of verl that mean the same wherever they stand
 ANYWHERE = {
     "_target_": "sections have their classes here; remove it",
@@ -281,7 +283,7 @@ ANYWHERE = {
     "transformer_layer_cls_to_wrap": "decoder layers are found by themselves; remove it",
     "use_orig_params": "FSDP2 always keeps them; remove it",
     "limit_all_gathers": "FSDP2 limits them by itself; remove it",
-    "use_torch_compile": "nothing is compiled; remove it",
+    "use_torch_compile": "use model.compile=layers, or remove it",
     "full_determinism": "use trainer.deterministic",
     "model_dtype": "use model.dtype",
     "forward_only": "it follows from the model; remove it",

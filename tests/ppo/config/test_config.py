@@ -200,7 +200,7 @@ def test_a_key_of_another_trainer_whose_feature_is_missing_says_so():
 
 @pytest.mark.parametrize(
     "override",
-    ["model.compile=true", "trainer.alarms.comm_share=0.1"],
+    ["actor.expert_parallel_size=2", "actor.router_replay=rollout"],
 )
 def test_a_feature_that_is_not_built_is_refused_by_name(override):
     (found,) = problems(override)
@@ -247,7 +247,7 @@ def test_weights_of_a_mix_are_numbers_by_names_that_may_have_dots():
 
 
 def test_the_value_that_asks_for_no_unbuilt_feature_is_accepted():
-    assert load("model.compile=false", "reward.manager=naive") == load()
+    assert load("actor.expert_parallel_size=1", "reward.manager=naive") == load()
 
 
 def test_every_problem_is_listed_at_once(tmp_path):

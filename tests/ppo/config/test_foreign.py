@@ -8,7 +8,14 @@ import pytest
 from ppo.check.rules import check_config
 from ppo.check.warnings import config_warnings
 from ppo.config import ConfigError, load_config, parse_args
-from ppo.config.foreign import ANYWHERE, NOT_BUILT, SAME, foreign, not_built
+from ppo.config.foreign import (
+    ANYWHERE,
+    NOT_BUILT,
+    SAME,
+    _with_what_is_missing,
+    foreign,
+    not_built,
+)
 from ppo.config.schema import schema, section_paths
 from ppo.config.trainers import openrlhf, trl, verl
 
@@ -180,7 +187,8 @@ def test_advice_can_be_followed_or_says_that_what_it_names_is_not_built():
                 load_config(None, [*REQUIRED, f"{key}={value}"])
                 values += 1
     assert values > 5
-    assert answer("torch_compile") == "use model.compile, which is not built yet"
+    said = _with_what_is_missing("use actor.router_replay")
+    assert said == "use actor.router_replay, which is not built yet"
 
 
 def test_a_run_of_verl_is_right_after_one_round_of_corrections():

@@ -8,6 +8,7 @@ import torch
 from ppo.config import load_config
 from ppo.errors import InputError
 from ppo.run.start import EXIT_CONFIG, SAID_ABOVE, Launch, choose_dims, use_expandable_segments
+from ppo.run.startup import StartClock, process_age
 from sharding.mesh import init_distributed
 
 ERROR = InputError("configuration: 1 problem\n  rollout.n = 0: must be at least 1")
@@ -76,6 +77,26 @@ def test_segments_of_the_device_grow_unless_the_user_says_else(allocator_setting
     launch = Launch.from_env({"PYTORCH_ALLOC_CONF": given})
     use_expandable_segments(launch.allocator)
     assert allocator_settings() == used
+
+
+def test_nccl_keeps_a_record_of_collectives_unless_the_user_says_else_by_any_of_its_names():
+    env: dict[str, str] = {}
+    Launch.from_env(env)
+    assert env["TORCH_FR_BUFFER_SIZE"] == "2000" and env["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    theirs = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    env = dict(theirs)
+    Launch.from_env(env)
+    assert "TORCH_FR_BUFFER_SIZE" not in env and theirs.items() <= env.items()
+
+
+def test_the_age_of_a_process_and_the_parts_of_its_start():
+    clock = StartClock(process_age())
+    clock.mark("imports")
+    clock.mark("models")
+    clock.mark("models")
+    assert list(clock.seconds) == ["imports", "models"]
+    assert 0.1 < clock.seconds["imports"] < 3600 and clock.seconds["models"] < 1
+    assert str(clock).startswith("started in ") and "imports" in str(clock)
 
 
 @pytest.mark.gpu
