@@ -43,7 +43,8 @@ class ModelConfig(Section):
     """The language model that actor and ref (and by default the critic) start from."""
 
     path: FilePath
-    """HF folder or hub name; `tiny` = seeded random Qwen2, built into the run folder"""
+    """HF folder or hub name, of a multimodal one its language model; `tiny` = seeded random Qwen2,
+    built into the run folder"""
     tokenizer_path: FilePath = derived("model.path")
     """HF folder or hub name of the tokenizer; null = model.path"""
     trust_remote_code: bool = False
@@ -66,7 +67,8 @@ class ModelConfig(Section):
     use_remove_padding: bool = True
     """pack sequences into one row instead of padding them"""
     verify_forward: MayChange[bool] = True
-    """compare a small copy of the model with transformers' own forward before it is loaded"""
+    """compare a small copy of the model with transformers' own forward before it is loaded, and a
+    prompt's log-probs with those of an engine of other code when it is first awake"""
     custom_chat_template: JinjaText | None = None
     """Jinja text that replaces the tokenizer's chat template; null = the tokenizer's"""
     lora_rank: LoraRank = 0
