@@ -386,7 +386,23 @@ def sglang_problem(config: dict[str, Any], longest: int, *, on_cpu: bool) -> str
             f"SGLang's attention on a CPU has no latent attention, which {name} has "
             "(kv_lora_rank): use rollout.engine=torch"
         )
-    return window_problem(config, longest)
+    return _scale_problem(keys, longest) or window_problem(config, longest)
+
+
+def _scale_problem(keys: dict[str, Any], longest: int) -> str | None:
+    """Queries of Ministral 3 grow with the position; SGLang reads the step of that elsewhere."""
+    rope = keys.get("rope_parameters") or {}
+    own = rope.get("original_max_position_embeddings")
+    theirs = keys.get("original_max_position_embeddings") or 16384
+    if keys.get("model_type") != "ministral3" or not rope.get("llama_4_scaling_beta") or not own:
+        return None
+    if own == theirs or longest <= min(own, theirs):
+        return None
+    return (
+        f"SGLang scales the queries of ministral3 from position {theirs} on, this model from "
+        f"{own} on (rope_parameters): let data.max_prompt_length + data.max_response_length be at "
+        f"most {min(own, theirs)}, not {longest}, or use rollout.engine=torch"
+    )
 
 
 def sp_problem(config: dict[str, Any]) -> str | None:

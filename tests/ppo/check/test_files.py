@@ -61,6 +61,16 @@ LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_he
         ({"model_type": "gemma2", "tie_word_embeddings": False}, "", "no head of gemma2 beside"),
         ({"model_type": "deepseek_v3"} | LATENT, "", "has no latent attention, which deepseek_v3"),
         (
+            {
+                "model_type": "ministral3",
+                "rope_parameters": {
+                    **{"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32},
+                },
+            },
+            "",
+            "SGLang scales the queries of ministral3 from position 16384 on",
+        ),
+        (
             {"layer_types": ["linear_attention", "full_attention"]},
             "actor.ulysses_sequence_parallel_size=2",
             "it has layers of type linear_attention",
