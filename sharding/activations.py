@@ -1,36 +1,119 @@
 """What the layers of a transformer keep for their backward pass: recomputed, or on the host.
 
-Owns how a layer's forward is wrapped for it. Must not know FSDP or what a layer computes.
+Owns how a layer's forward is wrapped for it, and which results are worth keeping. Must not know
+FSDP.
 
-Order: `checkpoint_activations`, `offload_activations` (so that what is moved is the input alone),
-then sharding/fsdp.py's `shard_model`, which hooks the wrapped forward.
+Order: `block_mlps`, `checkpoint_activations`, `offload_activations` (so that what is moved is the
+input alone), then sharding/fsdp.py's `shard_model`, which hooks the wrapped forward.
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from sharding.fsdp import transformer_layers
 
 MIN_OFFLOADED_BYTES = 1 << 20
 """Smaller activations stay on the device: the copy would cost more than it frees."""
+MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe", "ffn")
+"""what transformers' layers call their MLP"""
+_PRODUCTS = frozenset(("mm", "addmm", "bmm", "_grouped_mm"))
+_IN_BLOCK: ContextVar[bool] = ContextVar("in a block of rows", default=False)
 
 
-def checkpoint_activations(module: nn.Module) -> None:
-    """Keep only the inputs of every layer, and run its forward again in the backward pass."""
+def checkpoint_activations(
+    module: nn.Module, *, selective: bool = False, draws: bool = False
+) -> None:
+    """Keep only the inputs of every layer, and run its forward again in the backward pass.
+
+    Args:
+        selective: keep also what matrix products and attention give, so that what runs again
+            (norms, rotation, activation) takes next to no time.
+        draws: layers draw random numbers, which have to be the same again. Otherwise the
+            generators are left alone: reading their state makes the host wait for a device.
+    """
     for layer in transformer_layers(module):
-        layer.forward = partial(_checkpointed, layer.forward)
+        layer.forward = partial(_checkpointed, layer.forward, selective, draws)
 
 
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(
+    forward: Callable[..., Any], selective: bool, draws: bool, *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    options: dict[str, Any] = {}
+    if selective:
+        hidden = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).shape[-1]
+        policy = partial(_policy, hidden)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(
+        forward, *args, use_reentrant=False, preserve_rng_state=draws, **options, **kwargs
+    )
+
+
+def _policy(hidden: int, _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Whether an operation of a layer with inputs [..., hidden] is worth the memory of its result.
+
+    A product of [N, K] and [K, M] takes 2 K operations for each number that is kept: those with a
+    small K (adapters, the scores of a head) run again. Nothing needs the last product of an MLP,
+    which brings a width of several times `hidden` back to it, before the layer's own output.
+    """
+    name = op.__name__.partition(".")[0]
+    keeps = False
+    if _IN_BLOCK.get():
+        pass
+    elif name in _PRODUCTS:
+        inner, outer = args[-1 if name == "addmm" else 1].shape[-2:]
+        keeps = 2 * inner > hidden and not (outer == hidden and inner >= 2 * hidden)
+    else:
+        keeps = "attention" in name or "attn" in name
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def block_mlps(module: nn.Module, rows: int, *, draws: bool = False) -> None:
+    """Let the MLP of every layer see at most so many tokens at once, and keep none of its inside.
+
+    What is as wide as an MLP then exists for `rows` tokens; its forward runs again in the backward
+    pass. Outputs are those of the whole, and gradients up to the order of a sum. `draws`: as above.
+
+    Raises:
+        ValueError: a layer has no MLP of a name that is known.
+    """
+    for layer in transformer_layers(module):
+        mlp = next((m for n, m in layer.named_children() if n in MLP_NAMES), None)
+        if mlp is None:
+            names = ", ".join(name for name, _ in layer.named_children())
+            raise ValueError(f"{type(layer).__name__} has no {' or '.join(MLP_NAMES)}, but {names}")
+        mlp.forward = partial(_in_blocks, mlp.forward, rows, draws)
+
+
+def _in_blocks(forward: Callable[[Tensor], Any], rows: int, draws: bool, x: Tensor) -> Tensor:
+    """The MLP of x, [..., H], by blocks [1, rows, H]."""
+    blocks = x.flatten(0, -2)[None].split(rows, dim=1)
+    if len(blocks) == 1:
+        return forward(x)
+    outside = _IN_BLOCK.set(True)
+    try:
+        outputs = [_block(forward, draws, block) for block in blocks]
+    finally:
+        _IN_BLOCK.reset(outside)
+    return torch.cat(outputs, dim=1).view(x.shape)
+
+
+def _block(forward: Callable[[Tensor], Any], draws: bool, block: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return forward(block)
+    return checkpoint(forward, block, use_reentrant=False, preserve_rng_state=draws)
 
 
 def offload_activations(module: nn.Module, *, min_bytes: int = MIN_OFFLOADED_BYTES) -> None:

@@ -36,6 +36,8 @@ class Adapters:
     """JSON: what a checkpoint says of them"""
     enabled: bool = True
     """whether a forward pass adds them"""
+    in_place: bool = True
+    """whether they are added to the very output of their layer; not where that is kept"""
 
 
 def add_adapters(
@@ -78,7 +80,9 @@ def _forward(layer: nn.Module, forward: Any, adapters: Adapters, x: Tensor) -> T
     if adapters.dropout and torch.is_grad_enabled():
         x = F.dropout(x, adapters.dropout)
     low = F.linear(F.linear(x, getattr(layer, A)), getattr(layer, B))
-    return output.add_(low, alpha=adapters.scale)  # in place: no other tensor of this width
+    if not adapters.in_place:
+        return output.add(low, alpha=adapters.scale)
+    return output.add_(low, alpha=adapters.scale)  # no other tensor of this width
 
 
 def adapters_of(module: nn.Module) -> Adapters | None:

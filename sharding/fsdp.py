@@ -168,16 +168,22 @@ def _set_backward_prefetch(groups: list[list[nn.Module]], *, enabled: bool) -> N
         cast(FSDPModule, first).set_modules_to_backward_prefetch(cast(list[FSDPModule], target))
 
 
-def gradient_norm(module: nn.Module, device: torch.device) -> Tensor:
+def gradient_norm(
+    module: nn.Module, device: torch.device, local: list[Tensor] | None = None
+) -> Tensor:
     """2-norm of all gradients, [] on the device, the same on every rank. Collective.
 
     One all-reduce over the shard group, on the device also where gradients are on the host (torch's
     clip_grad_norm_ would ask for a backend of host tensors there).
+
+    local: gradients of this rank's shards; None = those that the parameters hold.
     """
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    if local is None:
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     squares = nn.utils.get_total_norm(local).to(device, torch.float64).square()
-    if isinstance(first := gradients[0], DTensor):
+    first = next(p for p in module.parameters() if p.requires_grad)
+    if isinstance(first, DTensor):
         dist.all_reduce(squares, group=first.device_mesh.get_group(mesh_dim=-1))
     return squares.sqrt().float()
 

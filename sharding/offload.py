@@ -165,7 +165,7 @@ def new_state(optimizer: Optimizer, tensors: Iterable[Tensor]) -> list[Tensor]:
     def of_the_device() -> Iterator[Tensor]:
         for tensor in tensors:
             made.append(tensor)
-            if _is_on_device(local := _local(tensor)):
+            if is_on_device(local := _local(tensor)):
                 yield local
 
     place.park_new(of_the_device())
@@ -195,9 +195,24 @@ def lend(owner: nn.Module | Optimizer, until: Future[Any]) -> None:
         place.readers = [reader for reader in place.readers if not reader.done()] + [until]
 
 
+def settle(owner: nn.Module | Optimizer) -> None:
+    """Wait until nobody reads what is offloaded, so that it may be changed on the host."""
+    if owner in _PLACES:
+        place = _PLACES[owner]
+        wait(place.readers)  # errors are for whoever started them
+        place.readers.clear()
+
+
+def forget_state(optimizer: Optimizer) -> None:
+    """Drop the state of an optimizer, wherever it is."""
+    optimizer.state.clear()
+    if optimizer in _PLACES:
+        _PLACES[optimizer].parked.clear()
+
+
 def _park(owner: nn.Module | Optimizer, tensors: Iterator[Tensor], *, changed: bool = True) -> None:
     place = _PLACES.setdefault(owner, _Place())
-    place.park([tensor for tensor in tensors if _is_on_device(tensor)], changed=changed)
+    place.park([tensor for tensor in tensors if is_on_device(tensor)], changed=changed)
 
 
 def _restore(owner: nn.Module | Optimizer, device: torch.device) -> None:
@@ -208,7 +223,7 @@ def _restore(owner: nn.Module | Optimizer, device: torch.device) -> None:
         place.restore()
 
 
-def _is_on_device(tensor: Tensor) -> bool:
+def is_on_device(tensor: Tensor) -> bool:
     """Whether the tensor takes memory of a device, so that it can rest on the host."""
     return tensor.is_cuda
 

@@ -19,7 +19,7 @@ from sharding.host_memory import HostBlocks
 def fake_device() -> Iterator[None]:
     """Offload moves tensors of the CPU; tests.peak_memory.PeakTracker does not count them then."""
     host: dict[int, torch.UntypedStorage] = {}
-    take, is_on_device = HostBlocks.take, offload._is_on_device
+    take, is_on_device = HostBlocks.take, offload.is_on_device
 
     def take_and_note(self: HostBlocks, sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
         with _disable_current_modes():  # a tracker does not see it
@@ -29,8 +29,8 @@ def fake_device() -> Iterator[None]:
         return pieces
 
     HostBlocks.take = take_and_note
-    offload._is_on_device = lambda tensor: tensor.untyped_storage()._cdata not in host
+    offload.is_on_device = lambda tensor: tensor.untyped_storage()._cdata not in host
     try:
         yield
     finally:
-        HostBlocks.take, offload._is_on_device = take, is_on_device
+        HostBlocks.take, offload.is_on_device = take, is_on_device

@@ -11,7 +11,8 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from ppo.check.memory_phases import GIB, kv_cache, kv_context, phases
+from ppo.check.fits import fits
+from ppo.check.memory_phases import GIB, phases
 from ppo.check.preflight import check_shapes, find_models, plan_of
 from ppo.check.rules import check_config
 from ppo.check.shard_size import sized
@@ -55,8 +56,7 @@ def predicted(model: str, cluster: tuple[int, int, int], settings: tuple[str, ..
     shapes = find_models(config).shapes
     plan, _ = sized(plan_of(config, config.dims(nodes * gpus, gpus), shapes))
     most = max(phase.bytes for phase in phases(plan))
-    fits = most <= plan.usable_bytes and kv_cache(plan)[0] >= kv_context(plan)
-    return most / GIB if fits and not check_shapes(config, shapes, plan.dims) else None
+    return most / GIB if fits(plan) and not check_shapes(config, shapes, plan.dims) else None
 
 
 def table() -> Iterator[str]:

@@ -135,6 +135,23 @@ def test_every_preset_raises_its_reward(tmp_path, seed):
 
 @pytest.mark.full
 @pytest.mark.distributed
+def test_a_task_is_learned_with_every_setting_that_saves_memory(tmp_path):
+    settings = {
+        "bfloat16": ("actor.optim.state_dtype=bfloat16",),
+        "8bit": ("actor.optim.state_dtype=8bit",),
+        "on_host": ("actor.fsdp.optimizer_on_host=true",),
+        "8bit_on_host": ("actor.optim.state_dtype=8bit", "actor.fsdp.optimizer_on_host=true"),
+        "selective": ("model.checkpoint_policy=selective", "model.mlp_block_rows=64"),
+    }
+    jobs = [("tiny/grpo", str(tmp_path / name), (*QUICK, *s)) for name, s in settings.items()]
+    run_distributed(train_jobs, 1, jobs)
+    gains = {name: gain(rows_of(tmp_path / name)) for name in settings}
+    print({name: round(value, 3) for name, value in gains.items()})
+    assert {name: g for name, g in gains.items() if g < MARGINS["tiny/grpo"]} == {}
+
+
+@pytest.mark.full
+@pytest.mark.distributed
 def test_ppo_raises_a_trained_reward_models_score_and_the_controller_holds_the_kl(tmp_path):
     """On held-out prompts; the KL stays within 1.5 times its target, as a mean of five steps."""
     out = tmp_path / "reward"

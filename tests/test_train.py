@@ -101,7 +101,11 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any
 def test_four_ranks_shard_and_cut_in_any_way_and_train_the_same(single, tmp_path):
     jobs = {
         "full": (),
-        "hybrid": ("actor.fsdp.fsdp_size=2",),
+        "hybrid": (
+            "actor.fsdp.fsdp_size=2",
+            "actor.fsdp.optimizer_on_host=true",
+            "model.checkpoint_policy=selective",
+        ),
         "no_shard_micro_1": (
             "actor.fsdp.fsdp_size=1",
             "actor.use_dynamic_bsz=false",
@@ -111,6 +115,7 @@ def test_four_ranks_shard_and_cut_in_any_way_and_train_the_same(single, tmp_path
             "actor.use_dynamic_bsz=false",
             "actor.ppo_micro_batch_size_per_gpu=2",
             "model.use_remove_padding=false",
+            "model.mlp_block_rows=20",
         ),
         "sp_2": ("actor.ulysses_sequence_parallel_size=2",),
         "tp_4": ("rollout.tensor_model_parallel_size=4",),

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import get_args
 
-from ppo.check.memory_pass import Item
+from ppo.check.fits import largest_budgets, largest_cache, too_large
+from ppo.check.memory_pass import Item, Kind
 from ppo.check.memory_phases import GIB, HEADROOM, Phase, Plan, host_bytes, kv_cache
 from ppo.config import ActorConfig, Config, CriticConfig
+from ppo.model_shapes import MOST_SEQUENCES
 from sharding.dims import ParallelDims
-
-LARGEST = 5
-"""items shown of each phase, but for -v"""
 
 
 def mesh_lines(config: Config, dims: ParallelDims, reason: str) -> Iterator[str]:
@@ -54,7 +54,7 @@ def batch_lines(config: Config, dims: ParallelDims) -> Iterator[str]:
     replica = -(-prompts * n // dims.rollout_dp)
     yield (
         f"  generation: {replica} sequences per engine, "
-        f"{min(replica, config.rollout.max_num_seqs)} at once"
+        f"{min(replica, config.rollout.max_num_seqs or MOST_SEQUENCES)} at once"
     )
     yield from _updates("actor", config.actor, config, dims)
     if config.critic_enabled:
@@ -94,36 +94,62 @@ def _updates(
 
 
 def memory_lines(plan: Plan, found: list[Phase], *, verbose: bool) -> Iterator[str]:
-    """Each phase with its largest items, all of them if verbose; the KV cache; the host."""
+    """Each phase by kinds of items, every item if verbose; what would fit; the host."""
     limit, there = plan.usable_bytes, f"{plan.device_bytes / GIB:g} GiB there"
     where = "device" if plan.cuda else "CPU, live tensors"
     if limit < plan.device_bytes:
         there += f", {limit / GIB:g} GiB usable: {HEADROOM:.0%} are headroom"
     yield f"predicted peak memory per rank ({where}; {there})"
-    for phase in found:
-        verdict = "fits" if phase.bytes <= limit else "DOES NOT FIT"
-        yield f"  {phase.name:<13}{_size(phase.bytes):>11}  {verdict}"
-        largest = sorted(phase.items, key=lambda item: -item.bytes)
-        shown = len(largest) if verbose or len(largest) == LARGEST + 1 else LARGEST
-        yield from (_line(item) for item in largest[:shown])
-        if rest := largest[shown:]:
-            name = f"the rest: {len(rest)} items, which -v lists"
-            yield _line(Item(name, sum(item.bytes for item in rest)))
-    tokens, size = kv_cache(plan)
-    longest = plan.config.rollout.max_model_len
-    yield (
-        f"  KV cache: {tokens} tokens ({_size(size)}) per engine, "
-        f"{tokens // longest} sequences of {longest}"
-    )
-
+    yield from _table(plan, found)
+    for phase in found if verbose else []:
+        yield f"  {phase.name}"
+        yield from (_line(item) for item in sorted(phase.items, key=lambda item: -item.bytes))
+    yield from _room(plan)
     yield from _host(plan)
+
+
+def _table(plan: Plan, found: list[Phase]) -> Iterator[str]:
+    """A line for each phase, a column for each kind of item that there is."""
+    wrong = too_large(plan, found)
+    kinds = [k for k in get_args(Kind) if any(item.kind == k for p in found for item in p.items)]
+    widths = [max(len(kind), 7) for kind in kinds]
+    unit, name = (GIB, "GiB") if max(phase.bytes for phase in found) >= GIB else (1 << 20, "MiB")
+    head = "  ".join(f"{kind:>{width}}" for kind, width in zip(kinds, widths, strict=True))
+    yield f"  {name:<13}{'all':>9}  {head}"
+    for phase in found:
+        sizes = [sum(item.bytes for item in phase.items if item.kind == kind) for kind in kinds]
+        cells = "  ".join(
+            f"{size / unit:>{width}.2f}" if size else f"{'-':>{width}}"
+            for size, width in zip(sizes, widths, strict=True)
+        )
+        verdict = "DOES NOT FIT" if phase in wrong else "fits"
+        yield f"  {phase.name:<13}{phase.bytes / unit:>9.2f}  {cells}  {verdict}"
+
+
+def _room(plan: Plan) -> Iterator[str]:
+    """The engine's cache, and the largest budgets with which every phase fits."""
+    cache, longest = kv_cache(plan), plan.config.rollout.max_model_len
+    yield (
+        f"  KV cache: {cache.tokens} tokens ({_size(cache.bytes)}) per engine, "
+        f"{cache.tokens // longest} sequences of {longest}"
+    )
+    best = largest_cache(plan)
+    if best is not None and best.tokens > cache.tokens:
+        yield f"    {best.tokens} tokens at most, with {best.key}={best.value}"
+    for largest in largest_budgets(plan):
+        if largest.value is None:
+            yield f"  {largest.key}: none fits"
+        elif largest.value >= largest.tokens:
+            yield f"  {largest.key}: any fits, {largest.tokens} are a rank's whole mini-batch"
+        else:
+            yield f"  {largest.key}: {largest.value} at most"
 
 
 def verdict(plan: Plan, found: list[Phase]) -> str:
     """Whether it fits, and by how much."""
     fullest = max(found, key=lambda phase: phase.bytes)
     left, usable = plan.usable_bytes - fullest.bytes, f"{plan.usable_bytes / GIB:g} usable GiB"
-    if left >= 0:
+    if not too_large(plan, found):
         return f"fits: {_size(left)} of {usable} are left in the fullest phase, {fullest.name}"
     return f"does not fit: {fullest.name} needs {_size(-left)} more than the {usable}"
 

@@ -11,15 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from ppo.config import FsdpConfig
+from ppo.config import CheckpointPolicy, FsdpConfig
 from ppo.model_shapes import LoraSize, ModelShape
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # The largest block of logits that ppo/logprobs/ makes (a test compares): elements on CUDA and on
 # a CPU.
 LOGITS_BLOCK = {True: 1 << 26, False: 1 << 21}
+MOMENT_BYTES = {**ITEM_BYTES, "8bit": 1 + 4 / 256}
+"""of each of Adam's moments of a weight, scales included"""
+
+
+Kind = Literal[
+    *("parameters", "gradients", "optimizer", "activations", "logits", "buckets"),
+    *("engine", "KV cache", "fixed"),
+]
+"""What an item of memory is, in the order of `--check`'s columns. `parameters` are also those that
+FSDP has gathered; `engine` its weights and what it costs besides the cache; `fixed` what a process
+costs without any work."""
 
 
 class Item(NamedTuple):
@@ -27,6 +38,7 @@ class Item(NamedTuple):
 
     name: str
     bytes: float
+    kind: Kind = "activations"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +55,7 @@ class ShardedModel:
     """ranks that share the parameters"""
     master: int
     """bytes of a stored weight"""
-    moment: int = 0
+    moment: float = 0
     """bytes of each of Adam's two moments of a weight; 0 = not trained"""
     lora: LoraSize | None = None
     """the adapters of a layer, in float32, which are trained in its place"""
@@ -101,7 +113,10 @@ class Pass:
     tokens: int
     """tokens on this rank"""
     sp: int = 1
-    checkpointing: bool = True
+    policy: CheckpointPolicy = "full"
+    """what layers keep for the backward pass"""
+    mlp_rows: int = 0
+    """tokens that an MLP sees at once; 0 = all"""
     activation_offload: bool = False
     with_entropy: bool = False
     accumulates: bool = False
@@ -111,6 +126,16 @@ class Pass:
     """forward only: the last hidden states of an sp group's row go to the host"""
     reference: ShardedModel | None = None
     """whose distributions the loss compares with, over the whole vocabulary"""
+
+    @property
+    def mlp_tokens(self) -> int:
+        """Tokens for which the inside of an MLP exists at once."""
+        return min(self.tokens, self.mlp_rows or self.tokens)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether MLPs run in blocks, and keep nothing of their inside."""
+        return self.mlp_tokens < self.tokens
 
 
 def training_pass(model: ShardedModel, run: Pass) -> list[Item]:
@@ -124,12 +149,13 @@ def training_pass(model: ShardedModel, run: Pass) -> list[Item]:
 def forward_pass(model: ShardedModel, run: Pass) -> list[Item]:
     """What a pass without gradients adds to the parameters."""
     shape, item = model.shape, model.compute
-    mlp = 3 * item * shape.intermediate_size
+    mlp = run.mlp_tokens * 3 * item * shape.intermediate_size
     attention = item * 2 * (shape.num_heads + _kv_heads(shape, run.sp)) * shape.head_dim
-    layer = run.tokens * (max(mlp, attention) + shape.hidden_size * (2 * item + 8))
+    rows = shape.hidden_size * (2 * item + 8 + (2 * item if run.has_blocks else 0))
+    layer = max(mlp, run.tokens * attention) + run.tokens * rows
     found = [*_gathered(model), Item(f"one layer forward ({run.tokens} tokens)", layer)]
     if model.has_logits:
-        found.append(Item("log-probs in blocks", _head_forward(model, run)))
+        found.append(Item("log-probs in blocks", _head_forward(model, run), "logits"))
     if run.keeps_hidden:
         states = run.tokens * run.sp * shape.hidden_size * item
         found.append(Item("last hidden states, on their way to the host", states))
@@ -147,28 +173,28 @@ def _of_reference(run: Pass) -> list[Item]:
         return []
     shape, item = run.reference.shape, run.reference.compute
     return [
-        Item("head of the reference", shape.embedding_params * item),
+        Item("head of the reference", shape.embedding_params * item, "parameters"),
         Item("hidden states of the reference", run.tokens * shape.hidden_size * item),
     ]
 
 
 def _in_a_layer(model: ShardedModel, run: Pass) -> list[Item]:
     """Early in the backward pass: nothing is freed yet, the last layer computes."""
-    saved = _layer_saved(model, run) if run.checkpointing else 0.0
+    again = _layer_again(model, run)
     return [
         *_gradients(model, accumulated=run.accumulates, head=True),
         *_gathered(model),
         _kept_activations(model, run),
-        Item("one layer forward and backward", saved + _layer_backward(model, run)),
+        Item("one layer forward and backward", again + _layer_backward(model, run)),
     ]
 
 
 def _in_the_head(model: ShardedModel, run: Pass) -> list[Item]:
     return [
         *_gradients(model, accumulated=run.accumulates, head=True),
-        *_gathered(model),
+        *_gathered(model, most=1),
         _kept_activations(model, run),
-        Item("log-probs in blocks", _head_backward(model, run)),
+        Item("log-probs in blocks", _head_backward(model, run), "logits"),
     ]
 
 
@@ -180,7 +206,7 @@ def _after_a_layer(model: ShardedModel, run: Pass) -> list[Item]:
         *_gradients(model, accumulated=True, head=True),
         *_gathered(model),
         _kept_activations(model, run),
-        Item("unsharded gradients of a layer", layer),
+        Item("unsharded gradients of a layer", layer, "gradients"),
     ]
 
 
@@ -190,64 +216,102 @@ def _at_the_end(model: ShardedModel, run: Pass) -> list[Item]:
     root = model.trained_root_params * (model.compute + reduce)
     return [
         *_gradients(model, accumulated=True, head=False),
-        Item("gathered embedding and head", model.root_params * model.compute),
-        Item("unsharded gradients of the root", root),
+        Item("gathered embedding and head", model.root_params * model.compute, "parameters"),
+        Item("unsharded gradients of the root", root, "gradients"),
     ]
 
 
 def _gradients(model: ShardedModel, *, accumulated: bool, head: bool) -> list[Item]:
     size = model.trained_params * model.trained_bytes
-    found = [Item("gradients", size)] if accumulated else []
+    found = [Item("gradients", size, "gradients")] if accumulated else []
     if head and model.has_logits and model.lora is None:
         size = model.shape.embedding_params * model.compute
-        found.append(Item("unsharded gradient of the head", size))
+        found.append(Item("unsharded gradient of the head", size, "gradients"))
     return found
 
 
-def _gathered(model: ShardedModel) -> list[Item]:
-    """Parameters in param_dtype: the root group, and layers (one computes, one is prefetched)."""
+def _gathered(model: ShardedModel, *, most: int = 2) -> list[Item]:
+    """Parameters in param_dtype: the root group, and layers (one computes, one is prefetched; in
+    the head the last one is); what one rank has whole in that dtype is used as it is."""
+    if model.shard_size == 1 and model.compute == model.master:
+        return []
     adapters = 0 if model.lora is None else sum(model.lora)
     layer, fsdp = (model.shape.layer_params + adapters) * model.compute, model.fsdp
     layers = min(
-        2 if fsdp.backward_prefetch or fsdp.forward_prefetch else 1, model.shape.num_layers
+        most if fsdp.backward_prefetch or fsdp.forward_prefetch else 1, model.shape.num_layers
     )
     if not fsdp.reshards:
         layers = model.shape.num_layers
     return [
-        Item("gathered layers", layers * layer),
-        Item("gathered embedding and head", model.root_params * model.compute),
+        Item("gathered layers", layers * layer, "parameters"),
+        Item("gathered embedding and head", model.root_params * model.compute, "parameters"),
     ]
 
 
 def _kept_activations(model: ShardedModel, run: Pass) -> Item:
-    """What the backward pass finds: the inputs of layers, or everything inside them."""
-    layers = model.shape.num_layers
-    if not run.checkpointing:
-        size = layers * _layer_saved(model, run)
-        return Item(f"activations of all layers ({run.tokens} tokens)", size)
+    """What the backward pass finds: the inputs of layers, with or without what products give, or
+    everything inside of them."""
+    layers, tokens = model.shape.num_layers, f"({run.tokens} tokens)"
+    if run.policy == "none":
+        size = layers * (_norms_and_heads(model, run) + _mlp_saved(model, run))
+        return Item(f"activations of all layers {tokens}", size)
     inputs = model.shape.hidden_size * model.compute * run.tokens
+    if run.policy == "selective":
+        size = layers * (inputs + _products(model, run))
+        return Item(f"inputs and matrix products of all layers {tokens}", size)
     if run.activation_offload and run.cuda:
-        return Item(f"inputs of two layers ({run.tokens} tokens)", 2 * inputs)
-    return Item(f"inputs of all layers ({run.tokens} tokens)", layers * inputs)
+        return Item(f"inputs of two layers {tokens}", 2 * inputs)
+    return Item(f"inputs of all layers {tokens}", layers * inputs)
 
 
-def _layer_saved(model: ShardedModel, run: Pass) -> float:
-    """Bytes that the backward pass of one decoder layer keeps.
+def _layer_again(model: ShardedModel, run: Pass) -> float:
+    """Bytes that one layer's forward makes a second time, in the backward pass."""
+    if run.policy == "none":
+        return 0.0
+    again = _norms_and_heads(model, run) + _mlp_saved(model, run)
+    if run.policy == "selective":  # values, the attention's output, gate and up are there
+        shape = model.shape
+        kept = (shape.num_heads + _kv_heads(shape, run.sp)) * shape.head_dim
+        kept += 0 if run.has_blocks else 2 * shape.intermediate_size
+        again -= run.tokens * model.compute * kept
+    return again
 
-    Per token: of both norms the float32 input, the normalised value and the output; query, key and
-    value after rotation and the attention's output (under sp > 1 as each side of the exchange lays
-    it out); gate, up, activation and product of the MLP.
+
+def _norms_and_heads(model: ShardedModel, run: Pass) -> float:
+    """Bytes that the backward pass of one decoder layer keeps, but for its MLP.
+
+    Per token: of both norms the float32 input, the normalised value (where its weight is trained)
+    and the output; query, key and value after rotation and the attention's output (under sp > 1 as
+    each side of the exchange lays it out).
     """
     shape, item = model.shape, model.compute
-    norms = shape.hidden_size * 2 * (4 + 2 * item)
+    norms = shape.hidden_size * 2 * (4 + (2 if model.lora is None else 1) * item)
     heads = (2 if run.sp == 1 else 3) * shape.num_heads + 2 * _kv_heads(shape, run.sp)
-    return run.tokens * (norms + item * (heads * shape.head_dim + 4 * shape.intermediate_size))
+    return run.tokens * (norms + item * heads * shape.head_dim)
+
+
+def _mlp_saved(model: ShardedModel, run: Pass) -> float:
+    """Bytes that the backward pass of one MLP keeps: gate, up, activation and product."""
+    if run.has_blocks:
+        return 0.0
+    return run.tokens * model.compute * 4 * model.shape.intermediate_size
+
+
+def _products(model: ShardedModel, run: Pass) -> float:
+    """Bytes of what matrix products and attention of one layer give and its backward pass needs:
+    query, key, value, output and its float32 sums; the layer's attention; gate and up."""
+    shape = model.shape
+    width = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + shape.hidden_size
+    width += 0 if run.has_blocks else 2 * shape.intermediate_size
+    return run.tokens * (width * model.compute + 4 * shape.num_heads)
 
 
 def _layer_backward(model: ShardedModel, run: Pass) -> float:
-    """Bytes of gradients in the MLP of one layer, where its backward pass holds most."""
-    shape = model.shape
-    return run.tokens * model.compute * (shape.intermediate_size + 2 * shape.hidden_size)
+    """Bytes of gradients in the MLP of one layer, where its backward pass holds most; of blocks
+    also what one has made again."""
+    shape, item = model.shape, model.compute
+    inside = shape.intermediate_size * (5 if run.has_blocks else 1)
+    return item * (run.mlp_tokens * inside + run.tokens * 2 * shape.hidden_size)
 
 
 def _kv_heads(shape: ModelShape, sp: int) -> int:

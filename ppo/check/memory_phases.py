@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ppo.check.memory_pass import (
     ITEM_BYTES,
+    MOMENT_BYTES,
     Item,
     Pass,
     ShardedModel,
@@ -21,7 +22,13 @@ from ppo.check.memory_pass import (
     training_pass,
 )
 from ppo.config import ENGINE_TRAITS, ActorConfig, Config, CriticConfig, EngineTraits, ModelRole
-from ppo.model_shapes import CONTEXT_MARGIN, ModelShape, sglang_memory
+from ppo.model_shapes import (
+    CONTEXT_MARGIN,
+    KVCache,
+    ModelShape,
+    embedded_cache,
+    sglang_memory,
+)
 from sharding.dims import ParallelDims
 
 GIB = 1 << 30
@@ -92,7 +99,7 @@ class Plan:
             fsdp=role.fsdp,
             shard_size=self.dims.shard_size,
             master=ITEM_BYTES[self.config.model.dtype if lora is None else frozen],
-            moment=ITEM_BYTES[self._moment_dtype(role)] if role.is_trained else 0,
+            moment=MOMENT_BYTES[self._moment_dtype(role)] if role.is_trained else 0,
             lora=None
             if lora is None
             else shape.lora_size(lora.rank, lora.target_modules, lora.exclude_modules),
@@ -149,10 +156,13 @@ def host_bytes(plan: Plan) -> list[Item]:
         fsdp, params = model.fsdp, model.trained_params
         if fsdp.param_offload or fsdp.offload_policy:
             items.append(Item(f"{model.name} parameters", ranks * model.stored_bytes))
-        if fsdp.optimizer_offload or fsdp.offload_policy:
+        if fsdp.optimizer_offload or fsdp.offload_policy or fsdp.steps_on_host:
             items.append(Item(f"{model.name} Adam moments", ranks * params * 2 * model.moment))
-        if fsdp.offload_policy:
-            items.append(Item(f"{model.name} gradients", ranks * params * model.trained_bytes))
+        trained = ranks * params * model.trained_bytes
+        if fsdp.offload_policy or fsdp.steps_on_host:
+            items.append(Item(f"{model.name} gradients", trained))
+        if fsdp.steps_on_host:
+            items.append(Item(f"{model.name} parameters, for the step", trained))
     for model in plan.models(trained=False) if plan.cuda else []:
         items.append(Item(f"{model.name} parameters", ranks * model.shard_params * model.compute))
     items += [_saved_copy(plan, model) for model in plan.models(trained=True)]
@@ -167,7 +177,7 @@ def _saved_copy(plan: Plan, model: ShardedModel) -> Item:
     config, fsdp = plan.config, model.fsdp
     rested = plan.cuda and fsdp.param_offload and not fsdp.offload_policy
     bytes_of_each = 0 if rested else model.trained_bytes
-    rests = plan.cuda and fsdp.optimizer_offload and not fsdp.offload_policy
+    rests = plan.cuda and (fsdp.optimizer_offload or fsdp.steps_on_host) and not fsdp.offload_policy
     if model.name in config.saving("optimizer") and not rests:
         bytes_of_each += 2 * model.moment
     if not config.trainer.async_save or config.trainer.save_freq < 0:
@@ -177,8 +187,8 @@ def _saved_copy(plan: Plan, model: ShardedModel) -> Item:
     return Item(f"{model.name} copy, to save it asynchronously", size)
 
 
-def kv_cache(plan: Plan) -> tuple[int, float]:
-    """(tokens, bytes) of an engine's KV cache on one rank."""
+def kv_cache(plan: Plan) -> KVCache:
+    """An engine's KV cache on one rank, by the rule that the engine itself has."""
     rollout, tp = plan.config.rollout, plan.dims.rollout_tp
     itemsize = ITEM_BYTES[rollout.dtype]
     if plan.engine.own_processes:
@@ -193,11 +203,18 @@ def kv_cache(plan: Plan) -> tuple[int, float]:
             max_num_seqs=rollout.max_num_seqs,
             on_cpu=not plan.cuda,
         )
-        return memory.kv_tokens, memory.kv_bytes
-    sequences = plan.config.data.train_batch_size * rollout.n
-    rows = min(rollout.max_num_seqs, -(-sequences // plan.dims.rollout_dp))
-    tokens = rows * plan.config.longest_sampled
-    return tokens, tokens * plan.actor.kv_bytes_per_token(tp=tp, itemsize=itemsize)
+        return memory.cache
+    sequences = -(-plan.config.data.train_batch_size * rollout.n // plan.dims.rollout_dp)
+    used = total(_resident(plan)) + _engine_weights(plan)
+    return embedded_cache(
+        sequences,
+        longest=plan.config.longest_sampled,
+        token_bytes=plan.actor.kv_bytes_per_token(tp=tp, itemsize=itemsize),
+        max_num_seqs=rollout.max_num_seqs,
+        utilization=rollout.gpu_memory_utilization,
+        device_bytes=plan.device_bytes if plan.cuda else None,
+        free_bytes=plan.device_bytes - used,
+    )
 
 
 def kv_context(plan: Plan) -> int:
@@ -208,22 +225,25 @@ def kv_context(plan: Plan) -> int:
 def _resident(plan: Plan, *, with_params: str = "", with_optimizer: str = "") -> Iterator[Item]:
     """What rests on the device: all of a model, less what is offloaded and not in use."""
     if plan.cuda:
-        yield Item("trainer's CUDA context and workspaces (assumed)", TRAINER_CONTEXT)
+        yield Item("trainer's CUDA context and workspaces (assumed)", TRAINER_CONTEXT, "fixed")
         if plan.engine.own_processes and plan.config.rollout.engine_process != "rank":
-            yield Item("engine's CUDA context and graphs (assumed)", ENGINE_CONTEXT)
+            yield Item("engine's CUDA context and graphs (assumed)", ENGINE_CONTEXT, "engine")
         number = plan.dims.num_communicators
-        yield Item(f"NCCL communicators, {number} (assumed)", number * COMMUNICATOR)
+        yield Item(f"NCCL communicators, {number} (assumed)", number * COMMUNICATOR, "fixed")
     for model in plan.models(trained=True):
         fsdp = model.fsdp
         if fsdp.offload_policy and plan.cuda:
             continue
         if not (plan.cuda and fsdp.param_offload) or model.name == with_params:
-            yield Item(f"{model.name} parameters", model.stored_bytes)
-        if not (plan.cuda and fsdp.optimizer_offload) or model.name == with_optimizer:
-            yield Item(f"{model.name} Adam moments", model.trained_params * 2 * model.moment)
+            yield Item(f"{model.name} parameters", model.stored_bytes, "parameters")
+        rests = fsdp.optimizer_offload and model.name != with_optimizer
+        if not (plan.cuda and (rests or fsdp.steps_on_host)):
+            size = model.trained_params * 2 * model.moment
+            yield Item(f"{model.name} Adam moments", size, "optimizer")
     for model in plan.models(trained=False):
         if not plan.cuda or with_params == model.name:
-            yield Item(f"{model.name} parameters", model.shard_params * model.compute)
+            size = model.shard_params * model.compute
+            yield Item(f"{model.name} parameters", size, "parameters")
 
 
 def _engine_weights(plan: Plan) -> float:
@@ -234,8 +254,8 @@ def _engine_weights(plan: Plan) -> float:
 def _engine_kept(plan: Plan) -> Iterator[Item]:
     """What an engine that does not give memory back holds while training."""
     if plan.engine.own_processes and not plan.config.rollout.free_cache_engine:
-        yield Item("engine weights", _engine_weights(plan))
-        yield Item("KV cache", kv_cache(plan)[1])
+        yield Item("engine weights", _engine_weights(plan), "engine")
+        yield Item("KV cache", kv_cache(plan).bytes, "KV cache")
 
 
 def _reshard(plan: Plan) -> Iterator[Item]:
@@ -244,26 +264,26 @@ def _reshard(plan: Plan) -> Iterator[Item]:
     largest = max(actor.embedding_params, actor.hidden_size * actor.intermediate_size)
     whole = actor.num_params * item
     yield from _resident(plan, with_params="actor")
-    yield Item("engine weights", _engine_weights(plan))
-    yield Item("two reshard buckets", min(2 * bucket, 2 * whole))
+    yield Item("engine weights", _engine_weights(plan), "engine")
+    yield Item("two reshard buckets", min(2 * bucket, 2 * whole), "buckets")
     cut = min(bucket, largest * item / plan.dims.shard_size)
-    yield Item("cast of one cut", cut)
+    yield Item("cast of one cut", cut, "buckets")
     offloads = plan.cuda and plan.config.actor.fsdp.offload_policy
     if (lora := plan.model("actor").lora) is not None:
-        yield Item("sum of one cut with its adapter, in float32", cut / item * 4)
+        yield Item("sum of one cut with its adapter, in float32", cut / item * 4, "buckets")
         size = plan.dims.shard_size
         low = 0 if size == 1 and not offloads else actor.num_layers * lora.low
         up = actor.num_layers * lora.up / size if offloads else 0
-        yield Item("adapters that are merged, gathered", 4 * (low + up))
+        yield Item("adapters that are merged, gathered", 4 * (low + up), "buckets")
 
 
 def _generate(plan: Plan) -> Iterator[Item]:
     yield from _resident(plan)
-    yield Item("engine weights", _engine_weights(plan))
-    yield Item("KV cache", kv_cache(plan)[1])
+    yield Item("engine weights", _engine_weights(plan), "engine")
+    yield Item("KV cache", kv_cache(plan).bytes, "KV cache")
     if not plan.engine.own_processes:
-        rows = min(plan.config.rollout.max_num_seqs, plan.config.data.train_batch_size)
-        yield Item("logits and sampling", 3 * rows * plan.actor.vocab_size * 4)
+        rows = kv_cache(plan).sequences
+        yield Item("logits and sampling", 3 * rows * plan.actor.vocab_size * 4, "logits")
 
 
 def _reward_model(plan: Plan) -> Iterator[Item]:
@@ -291,6 +311,7 @@ def _forward_only(plan: Plan, model: ShardedModel, budget: int) -> Iterator[Item
     run = Pass(
         tokens=min(budget, samples * longest),
         sp=plan.dims.sp,
+        mlp_rows=plan.config.model.mlp_block_rows,
         cuda=plan.cuda,
         keeps_hidden=plan.config.actor.full_kl and model == plan.reference,
     )
@@ -306,7 +327,8 @@ def _train(plan: Plan, name: str, section: ActorConfig | CriticConfig) -> Iterat
     run = Pass(
         tokens=tokens,
         sp=plan.dims.sp,
-        checkpointing=options.enable_gradient_checkpointing,
+        policy=options.policy,
+        mlp_rows=options.mlp_block_rows,
         activation_offload=options.enable_activation_offload,
         with_entropy=plan.config.actor.entropy_coeff != 0,
         accumulates=samples * plan.config.data.max_length > tokens * plan.dims.sp,
@@ -315,7 +337,7 @@ def _train(plan: Plan, name: str, section: ActorConfig | CriticConfig) -> Iterat
     )
     yield from _resident(plan, with_params=model.name, with_optimizer=model.name)
     yield from _engine_kept(plan)
-    on_host = plan.cuda and model.fsdp.offload_policy
+    on_host = plan.cuda and (model.fsdp.offload_policy or model.fsdp.steps_on_host)
     for item in training_pass(model, run):
         if not (on_host and item.name == "gradients"):
             yield item

@@ -20,6 +20,7 @@ from ppo.check.files import (
     to_download,
     wrong_contents,
 )
+from ppo.check.fits import cache_fits, too_large
 from ppo.check.memory_phases import GIB, Phase, Plan, kv_cache, kv_context, phases
 from ppo.check.remedies import remedy
 from ppo.check.rules import check_config
@@ -193,16 +194,14 @@ def _not_fitting(plan: Plan, found: list[Phase]) -> list[Problem]:
             f"{(largest := max(phase.items, key=lambda item: item.bytes)).name} "
             f"({largest.bytes / GIB:.2f})",
         )
-        for phase in found
-        if phase.bytes > plan.usable_bytes
+        for phase in too_large(plan, found)
     ]
-    tokens, _ = kv_cache(plan)
-    if tokens < kv_context(plan):
+    if not cache_fits(plan):
         problems.append(
             Problem(
                 "rollout.gpu_memory_utilization",
                 plan.config.rollout.gpu_memory_utilization,
-                f"leaves a KV cache of {tokens} tokens, less than one sequence of "
+                f"leaves a KV cache of {kv_cache(plan).tokens} tokens, less than one sequence of "
                 f"{kv_context(plan)} (rollout.max_model_len = {plan.config.rollout.max_model_len})",
             )
         )

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ppo.check.fits import UTILIZATION, fits
 from ppo.check.memory_pass import ITEM_BYTES
-from ppo.check.memory_phases import Plan, kv_cache, kv_context, phases
+from ppo.check.memory_phases import Plan, kv_context, phases
 from ppo.check.shard_size import sized
 from ppo.config import values_of, with_values
 from ppo.model_shapes import KV_PAGE
@@ -22,7 +23,12 @@ Settings = Mapping[str, Any]
 """values by dotted key"""
 MOST_RANKS = 1024
 SHARD_SIZE = "actor.fsdp.fsdp_size"
-UTILIZATION = "rollout.gpu_memory_utilization"
+ACTIVATION_OFFLOAD: Settings = {
+    "model.checkpoint_policy": "full",
+    "model.enable_activation_offload": True,
+}
+MLP_ROWS = 2048
+"""that an MLP sees at once, where all that a rank has are too many"""
 
 
 def remedy(plan: Plan) -> str:
@@ -51,23 +57,17 @@ def settings_that_fit(plan: Plan) -> Settings | None:
     return next((settings for settings in found if settings is not None), None)
 
 
-def fits(plan: Plan) -> bool:
-    """Whether every phase fits on the device, and one sequence into the engine."""
-    if plan.dims.problems() or kv_cache(plan)[0] < kv_context(plan):
-        return False
-    return all(phase.bytes <= plan.usable_bytes for phase in phases(plan))
-
-
 def _ladder(plan: Plan) -> list[Settings]:
     """Settings that take memory off the device, from the cheapest, but for those that are made."""
     made = values_of(plan.config)
     ladder: list[Settings] = [
-        {"model.enable_gradient_checkpointing": True},
+        *_recomputing(plan),
         *_larger_groups(plan),
         *_budgets(plan),
         *({"rollout.tensor_model_parallel_size": n} for n in larger(plan, plan.dims.rollout_tp)),
         *offloads(plan),
-        {"model.enable_activation_offload": True},
+        ACTIVATION_OFFLOAD,
+        {"model.mlp_block_rows": MLP_ROWS},
         *({"actor.ulysses_sequence_parallel_size": n} for n in larger(plan, plan.dims.sp)),
     ]
     return [step for step in ladder if any(made[key] != value for key, value in step.items())]
@@ -78,9 +78,24 @@ def offloads(plan: Plan) -> list[Settings]:
     trained = [role.section for role in plan.config.models.values() if role.is_trained]
     optimizer = {f"{name}.fsdp.optimizer_offload": True for name in trained}
     param = {f"{name}.fsdp.param_offload": True for name in trained}
+    on_host = {f"{name}.fsdp.optimizer_on_host": True for name in trained}
     policy = {f"{name}.fsdp.offload_policy": True for name in trained}
-    no_other = dict.fromkeys((*optimizer, *param), False)
-    return [optimizer, {**optimizer, **param}, {**policy, **no_other}]
+    no_optimizer = dict.fromkeys(optimizer, False)
+    no_other = dict.fromkeys((*optimizer, *param, *on_host), False)
+    return [
+        optimizer,
+        {**optimizer, **param},
+        {**on_host, **param, **no_optimizer},
+        {**policy, **no_other},
+    ]
+
+
+def _recomputing(plan: Plan) -> list[Settings]:
+    """What layers may keep less, from what costs the least time."""
+    order = ["none", "selective", "full"]
+    rest = order[order.index(plan.config.model.policy) + 1 :]
+    on = {"model.enable_gradient_checkpointing": True}
+    return [{**on, "model.checkpoint_policy": policy} for policy in rest]
 
 
 def _larger_groups(plan: Plan) -> Iterator[Settings]:

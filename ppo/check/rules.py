@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from ppo.check.episodes import episode_problems
 from ppo.check.filtering import filtering_problems
+from ppo.check.sparing import sparing_problems
 from ppo.config import Config, FsdpConfig, Problem, parse_rule
 from ppo.rewards.contract import RewardError
 from ppo.rewards.function import functions_of
@@ -34,6 +35,7 @@ def check_config(config: Config, *, world_size: int, ranks_per_node: int) -> lis
     dims = config.dims(world_size, ranks_per_node)
     return [
         *_degrees(config, dims),
+        *sparing_problems(config),
         *_batch_sizes(config),
         *_estimator(config),
         *_lengths(config),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from ppo.check.fits import phases_fit, too_large
 from ppo.check.memory_phases import GIB, Phase, Plan, phases
 from sharding.dims import divisors
 
@@ -27,7 +28,7 @@ def sized(plan: Plan) -> Sized:
         return Sized(replace(plan, dims=plan.dims.resolve()), "")
     tries = [replace(plan, dims=replace(plan.dims, fsdp_size=n)) for n in _sizes(plan)]
     fullest = [max(phases(each), key=lambda phase: phase.bytes) for each in tries]
-    fitting = (i for i, phase in enumerate(fullest) if phase.bytes <= plan.usable_bytes)
+    fitting = (i for i, each in enumerate(tries) if phases_fit(each))
     chosen = next(fitting, len(tries) - 1)
     return Sized(tries[chosen], _reason(plan, tries[chosen].dims.fsdp_size, fullest))
 
@@ -52,11 +53,11 @@ def _sizes(plan: Plan) -> list[int]:
 
 def _reason(plan: Plan, size: int, fullest: list[Phase]) -> str:
     chosen = f"actor.fsdp.fsdp_size = -1 is {size} of {plan.dims.world_size} ranks: "
-    if fullest[0].bytes <= plan.usable_bytes:
+    if not too_large(plan, fullest[:1]):
         return f"{chosen}those of a node, where every phase fits"
     over = (fullest[0].bytes - plan.usable_bytes) / GIB
     missing = f"with the {plan.dims.ranks_per_node} of a node {fullest[0].name} needs {over:.2f} "
     rest = "the smallest larger group that fits"
-    if fullest[-1].bytes > plan.usable_bytes:
+    if too_large(plan, fullest[-1:]):
         rest = "no larger group fits either"
     return f"{chosen}{missing}GiB more than are usable; {rest}"

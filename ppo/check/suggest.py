@@ -13,14 +13,14 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from ppo.check.describe import verdict
+from ppo.check.fits import UTILIZATION, fits
 from ppo.check.memory_phases import GIB, Plan, host_bytes, kv_cache, kv_context, phases
 from ppo.check.preflight import check_shapes, find_models, plan_of
 from ppo.check.remedies import (
+    ACTIVATION_OFFLOAD,
     SHARD_SIZE,
-    UTILIZATION,
     Settings,
     changed,
-    fits,
     larger,
     offloads,
     remedy,
@@ -36,6 +36,7 @@ from ppo.config import (
     load_config,
     preset_of,
 )
+from ppo.model_shapes import MOST_SEQUENCES
 from sharding.dims import divisors
 
 RESPONSES = 8
@@ -181,7 +182,7 @@ def _settings(plan: Plan, wish: Wish) -> Settings:
 def _least_offloaded(plan: Plan, wish: Wish) -> Settings | None:
     """Of the settings that fit with the smallest budgets those that cost the least time."""
     levels: list[Settings] = [{}, *offloads(plan)]
-    levels.append({**levels[-1], "model.enable_activation_offload": True})
+    levels.append({**levels[-1], **ACTIVATION_OFFLOAD})
     degrees = [
         [degree] if key in wish.given else [degree, *larger(plan, degree)]
         for key, degree in ((SP, plan.dims.sp), (TP, plan.dims.rollout_tp))
@@ -204,7 +205,7 @@ def _most_cached(plan: Plan) -> int:
     """Tokens of the longest sequences that an engine generates at once."""
     config = plan.config
     sequences = -(-config.data.train_batch_size * config.rollout.n // plan.dims.rollout_dp)
-    return min(sequences, config.rollout.max_num_seqs) * kv_context(plan)
+    return min(sequences, config.rollout.max_num_seqs or MOST_SEQUENCES) * kv_context(plan)
 
 
 def _smallest(plan: Plan, sp: int) -> dict[str, Any]:
@@ -246,7 +247,7 @@ def _header(plan: Plan, wish: Wish) -> list[str]:
     many = f"--nnodes={nodes} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 "
     many = many if nodes > 1 else ""
     host = sum(item.bytes for item in host_bytes(plan)) / GIB
-    tokens, longest = kv_cache(plan)[0], config.rollout.max_model_len
+    tokens, longest = kv_cache(plan).tokens, config.rollout.max_model_len
     return [
         f"# Suggested by --suggest, not run: {config.model.path}, {wish.algorithm}.",
         "#",

@@ -43,10 +43,16 @@ def config_warnings(config: Config, *, world_size: int) -> list[str]:
 def _training(config: Config) -> Iterator[str]:
     if config.model.trust_remote_code:
         yield "model.trust_remote_code = true: Python code of the model runs on every rank"
-    if config.model.enable_activation_offload and not config.model.enable_gradient_checkpointing:
+    model = config.model
+    if model.enable_activation_offload and model.policy == "none":
         yield (
-            "model.enable_activation_offload without model.enable_gradient_checkpointing moves "
-            "every activation to the host: slow"
+            "model.enable_activation_offload has no effect without layers that are recomputed "
+            "(model.enable_gradient_checkpointing, model.checkpoint_policy)"
+        )
+    if model.checkpoint_policy == "selective" and model.policy == "none":
+        yield (
+            "model.checkpoint_policy = selective has no effect beside "
+            "model.enable_gradient_checkpointing = false"
         )
     whole = [role for role in config.models.values() if role.is_trained and role.lora is None]
     if config.model.dtype != "float32" and whole:
@@ -80,11 +86,14 @@ def _training(config: Config) -> Iterator[str]:
             yield f"{name}.optim.lr_warmup_steps_ratio has no effect beside lr_warmup_steps"
         if optim.min_lr_ratio and optim.lr_scheduler_type == "constant":
             yield f"{name}.optim.min_lr_ratio has no effect with lr_scheduler_type constant"
-        if fsdp.offload_policy and (fsdp.param_offload or fsdp.optimizer_offload):
+        others = (fsdp.param_offload, fsdp.optimizer_offload, fsdp.optimizer_on_host)
+        if fsdp.offload_policy and any(others):
             yield (
-                f"{name}.fsdp.param_offload and optimizer_offload have no effect beside "
-                "offload_policy"
+                f"{name}.fsdp.param_offload, optimizer_offload and optimizer_on_host have no "
+                "effect beside offload_policy"
             )
+        elif fsdp.optimizer_on_host and fsdp.optimizer_offload:
+            yield f"{name}.fsdp.optimizer_offload has no effect beside optimizer_on_host"
         if fsdp.mixed_precision.param_dtype == "float16":
             yield f"{name}.fsdp.mixed_precision.param_dtype float16: there is no loss scaling"
 

@@ -44,6 +44,7 @@ from ppo.config.sections.data import (
 from ppo.config.sections.guards import FIRES_WINDOW, MEMORY, GuardsConfig, Rule, parse_rule
 from ppo.config.sections.model import (
     ALL_LINEAR,
+    CheckpointPolicy,
     FsdpConfig,
     Lora,
     MixedPrecisionConfig,
@@ -79,6 +80,7 @@ __all__ = [
     "AdvEstimator",
     "AlgorithmConfig",
     "CheckConfig",
+    "CheckpointPolicy",
     "CommandLine",
     "Config",
     "ConfigError",

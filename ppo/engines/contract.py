@@ -166,6 +166,8 @@ class Engine(Protocol):
 
     generates_together: bool
     """whether the ranks of a group meet in the collectives of a step of a generation"""
+    most_sequences: int
+    """that it generates at once, at most; what its KV cache has room for may be fewer"""
     repeats: bool
     """whether the same requests, submitted together while nothing runs, are answered with the same
     bits every time"""

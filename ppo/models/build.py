@@ -39,8 +39,8 @@ from ppo.models.weights import (
     remember_names,
 )
 from ppo.models.wrapped import Whole, check_language_model, open_whole
-from sharding.activations import checkpoint_activations, offload_activations
-from sharding.adapters import freeze_base
+from sharding.activations import block_mlps, checkpoint_activations, offload_activations
+from sharding.adapters import adapters_of, freeze_base
 from sharding.agree import together
 from sharding.checkpoint.classes import classifier_class
 from sharding.compiled import compile_layers
@@ -228,10 +228,7 @@ def _shard(
     freeze_base(module)
     if model_config.compile == "layers":
         compile_layers(module)
-    if checkpointing:
-        checkpoint_activations(module)
-        if model_config.enable_activation_offload:
-            offload_activations(module)
+    _spare_activations(module, model_config, checkpointing)
     shard_model(
         module,
         mesh,
@@ -245,6 +242,24 @@ def _shard(
         forward_only=forward_only,
         shard_dim1=shard_dim1,
     )
+
+
+def _spare_activations(module: nn.Module, model_config: ModelConfig, checkpointing: bool) -> None:
+    """Less memory of layers, as the configuration says. Before sharding."""
+    adapters = adapters_of(module)
+    draws = adapters is not None and adapters.dropout > 0
+    if rows := model_config.mlp_block_rows:
+        try:
+            block_mlps(module, rows, draws=draws)
+        except ValueError as error:
+            raise InputError(f"model.mlp_block_rows = {rows}: {error}; set it to 0") from error
+    if checkpointing:
+        selective = model_config.checkpoint_policy == "selective"
+        if adapters is not None:
+            adapters.in_place = not selective
+        checkpoint_activations(module, selective=selective, draws=draws)
+        if model_config.enable_activation_offload:
+            offload_activations(module)
 
 
 def _fill(

@@ -16,10 +16,16 @@ from ppo.config import OptimConfig
 from ppo.logprobs import LogitTransform, Reference
 from ppo.models.forward import with_bias
 from ppo.models.schedule import lr_factor
-from sharding.adamw import NarrowAdamW
+from sharding.adamw import EIGHT_BITS, HostAdamW, NarrowAdamW
 from sharding.adapters import without_adapters
 from sharding.fsdp import gradient_norm
-from sharding.offload import offload_module, offload_optimizer, reload_module, reload_optimizer
+from sharding.offload import (
+    forget_state,
+    offload_module,
+    offload_optimizer,
+    reload_module,
+    reload_optimizer,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +124,8 @@ class Learner(Model):
             reload_module(self.module, self.device)
         if self.optimizer_offload:
             reload_optimizer(self.optimizer, self.device)
+        if isinstance(self.optimizer, HostAdamW):
+            self.optimizer.fetch()
         try:
             yield self.module
         finally:
@@ -132,7 +140,7 @@ class Learner(Model):
     def forget(self) -> None:
         """New moments, as at the start of a run."""
         with self.updating():  # where they rest goes with them
-            self.optimizer.state.clear()
+            forget_state(self.optimizer)
 
     def set_lr(self, step: int, adjusted: Callable[[float], float] = lambda lr: lr) -> float:
         """Set and return the learning rate of PPO iteration `step` (1-based) of the schedule.
@@ -156,6 +164,10 @@ class Learner(Model):
 
     def clip_gradients(self) -> Tensor:
         """Clip gradients to `grad_clip` (global 2-norm); the norm before, [] on the device."""
+        if isinstance(self.optimizer, HostAdamW):
+            norm = gradient_norm(self.module, self.device, self.optimizer.gradients())
+            self.optimizer.scale(self.grad_clip, norm)
+            return norm
         norm = gradient_norm(self.module, self.device)
         nn.utils.clip_grads_with_norm_(self.module.parameters(), self.grad_clip, norm)
         return norm
@@ -174,9 +186,12 @@ class Learner(Model):
 
 
 def make_optimizer(
-    module: nn.Module, optim: OptimConfig, device: torch.device
+    module: nn.Module, optim: OptimConfig, device: torch.device, *, on_host: bool = False
 ) -> torch.optim.AdamW:
-    """AdamW over the sharded parameters that are trained: one fused kernel on CUDA."""
+    """AdamW over the sharded parameters that are trained: one fused kernel on CUDA.
+
+    on_host: gradients, moments and the step itself are in host memory.
+    """
     parameters = [p for p in module.parameters() if p.requires_grad]
     options: dict[str, Any] = {
         "lr": optim.lr,
@@ -185,7 +200,18 @@ def make_optimizer(
         "weight_decay": optim.weight_decay,
         "fused": device.type == "cuda",
     }
-    state_dtype = None if optim.state_dtype is None else getattr(torch, optim.state_dtype)
-    if state_dtype is None or {p.dtype for p in parameters} == {state_dtype}:
+    dtypes, state_dtype = {p.dtype for p in parameters}, _STATE_DTYPES[optim.state_dtype]
+    if on_host:
+        own = torch.float32 if torch.float32 in dtypes else parameters[0].dtype
+        return HostAdamW(module, state_dtype=state_dtype or own, **options)
+    if state_dtype is None or dtypes == {state_dtype}:
         return torch.optim.AdamW(parameters, **options)
     return NarrowAdamW(parameters, state_dtype=state_dtype, **options)
+
+
+_STATE_DTYPES = {
+    None: None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "8bit": EIGHT_BITS,
+}

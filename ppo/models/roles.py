@@ -134,7 +134,7 @@ def build_options(config: Config, role: ModelRole) -> dict[str, Any]:
     return {
         "model_config": config.model,
         "fsdp_config": role.fsdp,
-        "checkpointing": role.is_trained and config.model.enable_gradient_checkpointing,
+        "checkpointing": role.is_trained and config.model.policy != "none",
         "forward_only": not role.is_trained,
         "dtype": getattr(torch, stored),
         "lora": role.lora,
@@ -144,16 +144,17 @@ def build_options(config: Config, role: ModelRole) -> dict[str, Any]:
 def _learner(name: str, module: nn.Module, config: Config, mesh: Mesh, total_steps: int) -> Learner:
     """The module with an optimizer, at rest."""
     section = config.actor if name == "actor" else config.critic
+    on_host = section.fsdp.steps_on_host
     learner = Learner(
         name=name,
         module=module,
-        optimizer=make_optimizer(module, section.optim, mesh.device),
+        optimizer=make_optimizer(module, section.optim, mesh.device, on_host=on_host),
         optim=section.optim,
         grad_clip=section.grad_clip,
         total_steps=total_steps,
         device=mesh.device,
         param_offload=section.fsdp.param_offload,
-        optimizer_offload=section.fsdp.optimizer_offload,
+        optimizer_offload=section.fsdp.optimizer_offload and not on_host,
     )
     learner.rest()
     return learner

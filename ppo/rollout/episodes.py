@@ -79,7 +79,7 @@ def sample_episodes(
         for number, (request, prompt) in enumerate(zip(requests, prompt_of, strict=True))
     ]
     expected = [len(prompt.prompt_ids) + params.max_new_tokens / 2 for prompt in prompts]
-    most = rollout.max_num_seqs + max(1, rollout.max_num_seqs // 4)
+    most = engine.most_sequences + max(1, engine.most_sequences // 4)
     results, found = run.drive(
         run_episodes(
             *(engine, episodes.pool, specs, params),

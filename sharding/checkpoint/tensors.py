@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sharding.adamw import NarrowAdamW
+from sharding.adamw import EIGHT_BITS, SCALE, NarrowAdamW
 from sharding.adapters import saved_names
 from sharding.checkpoint.files import CheckpointError
 from sharding.host_memory import HostBlocks
@@ -97,6 +97,7 @@ def optimizer_targets(
     table = {}
     for name, optimizer in optimizers.items():
         parameters = _parameters(models[name], optimizer)
+        _check_codes(name, optimizer, metadata)
         old = dict(optimizer.state)
         optimizer.state.clear()
         missing = {}
@@ -122,6 +123,20 @@ def optimizer_targets(
     return table
 
 
+def _check_codes(name: str, optimizer: Optimizer, metadata: Metadata) -> None:
+    """Raise CheckpointError where one of saved and configured moments are codes of 8 bits."""
+    prefix = f"optimizer.{name}."
+    saved = [entry for entry in metadata.state_dict_metadata if entry.startswith(prefix)]
+    has_codes = any(entry.endswith(SCALE) for entry in saved)
+    wants_codes = isinstance(optimizer, NarrowAdamW) and optimizer.state_dtype == EIGHT_BITS
+    if saved and has_codes != wants_codes:
+        was, wanted = ("in 8 bits", "others") if has_codes else ("as numbers", "8 bits")
+        raise CheckpointError(
+            f"holds Adam's moments of {name} {was}, and optim.state_dtype wants {wanted}: set it "
+            "as it was"
+        )
+
+
 def _new_state(
     module: nn.Module,
     optimizer: Optimizer,
@@ -130,9 +145,10 @@ def _new_state(
     saved: TensorStorageMetadata,
 ) -> Tensor:
     device = home_device(module, parameter)
+    if isinstance(optimizer, NarrowAdamW) and state in optimizer.state_names(parameter):
+        return optimizer.empty_state(parameter, state, device)
     if saved.size == parameter.shape and state != "step":
-        dtype = optimizer.state_dtype if isinstance(optimizer, NarrowAdamW) else parameter.dtype
-        return torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
+        return torch.zeros_like(parameter, device=device, requires_grad=False)
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     on_device = group.get("fused") or group.get("capturable")
     dtype = saved.properties.dtype

@@ -23,6 +23,7 @@ def tiny_llama(
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=tied,
+        use_cache=False,
     )
     model: Any = LlamaForCausalLM(config)
     return model if device is None else model.to(device)

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from sharding.activations import checkpoint_activations, offload_activations
+from sharding.activations import block_mlps, checkpoint_activations, offload_activations
+from sharding.adamw import HostAdamW
 from sharding.fsdp import gradient_norm, shard_model, transformer_layers, without_gradients
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from tests.distributed import run_distributed
@@ -26,12 +27,17 @@ def _reference(world_size: int) -> dict[str, Tensor]:
     return {name: cast(Tensor, p.grad) for name, p in model.named_parameters()}
 
 
-def _sharded(mesh: Mesh, *, checkpointing: bool = False, **options) -> nn.Module:
+def _sharded(
+    mesh: Mesh, *, checkpointing: bool = False, selective: bool = False, rows: int = 0, **options
+) -> nn.Module:
     model = tiny_llama(device=mesh.device)
     model.train()
+    if rows:
+        block_mlps(model, rows)
     if checkpointing:
-        checkpoint_activations(model)
-        offload_activations(model)
+        checkpoint_activations(model, selective=selective)
+        if not selective:
+            offload_activations(model)
     precision = {"param_dtype": torch.float32, "reduce_dtype": torch.float32}
     shard_model(model, mesh, **{**precision, **options})
     return model
@@ -50,6 +56,8 @@ def _gradients(model: nn.Module, mesh: Mesh, world_size: int) -> dict[str, Tenso
 CASES = {
     "FULL_SHARD": ({}, {}),
     "FULL_SHARD, checkpointing": ({}, {"checkpointing": True}),
+    "FULL_SHARD, selective": ({}, {"checkpointing": True, "selective": True}),
+    "FULL_SHARD, MLPs in blocks": ({}, {"checkpointing": True, "rows": 2}),
     "FULL_SHARD, no prefetch": ({}, {"forward_prefetch": False, "backward_prefetch": False}),
     "SHARD_GRAD_OP": ({}, {"reshard_after_forward": False}),
     "inner units": ({}, {"min_num_params": 4000, "checkpointing": True}),
@@ -118,8 +126,32 @@ def _check_behaviour(rank: int, world_size: int) -> None:
     assert all(isinstance(p, DTensor) and p.is_meta for p in empty.parameters())
 
 
+def _check_steps_on_the_host(rank: int, world_size: int) -> None:
+    """Gradients that leave as they are reduced give the step of those that stay."""
+    dims = ParallelDims(world_size=world_size, ranks_per_node=world_size, fsdp_size=2)
+    mesh = build_mesh(dims, CPU)
+    plain, model = _sharded(mesh), _sharded(mesh)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    mine = HostAdamW(model, state_dtype=torch.float32, lr=0.1)
+    for _ in range(2):
+        for module in (plain, model):
+            for last in (False, True):
+                cast(FSDPModule, module).set_requires_all_reduce(last)
+                token_loss(module, tokens_of(rank)).backward()
+        norm = gradient_norm(plain, CPU)
+        assert torch.equal(gradient_norm(model, CPU, mine.gradients()), norm)
+        nn.utils.clip_grads_with_norm_(plain.parameters(), 1.0, norm)
+        mine.scale(1.0, norm)
+        for optimizer in (theirs, mine):
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(cast(DTensor, p).to_local(), cast(DTensor, q).to_local())
+
+
 def _check_all(rank: int, world_size: int) -> dict[str, float]:
     _check_behaviour(rank, world_size)
+    _check_steps_on_the_host(rank, world_size)
     return _check_gradients(rank, world_size)
 
 

@@ -9,6 +9,7 @@ from ppo.config.bounds import Bound, FilePath, JinjaText, NonNegativeInt, TextRu
 from ppo.config.fields import MayChange, Section, derived
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+CheckpointPolicy = Literal["full", "selective", "none"]
 LoraRank = Annotated[int, Bound(ge=0, le=16384, usual=(0, 512))]
 LoraAlpha = Annotated[float, Bound(gt=0, le=1e6, usual=(1, 1024))]
 LoraDropout = Annotated[float, Bound(ge=0, lt=1)]
@@ -57,7 +58,13 @@ class ModelConfig(Section):
     """HF attention function; auto = packed varlen attention where it exists, by FA3 or FA4 where
     one is installed and a trial at the start finds it as exact as flash attention 2"""
     enable_gradient_checkpointing: MayChange[bool] = True
-    """recompute each layer in the backward pass: less memory, about a third more time"""
+    """recompute layers in the backward pass as checkpoint_policy says; false = none"""
+    checkpoint_policy: MayChange[CheckpointPolicy] = "full"
+    """full = a layer keeps its inputs alone, for about a third more time; selective = also what
+    matrix products and attention give, for little more time, about half the memory of none"""
+    mlp_block_rows: MayChange[NonNegativeInt] = 0
+    """tokens that an MLP sees at once, for long sequences: what is as wide as it exists for no more
+    of them, and its forward runs once more; 0 = all"""
     enable_activation_offload: MayChange[bool] = False
     """keep the checkpointed activations in host memory"""
     compile: Literal["false", "layers"] = "false"
@@ -85,6 +92,11 @@ class ModelConfig(Section):
     lora_dropout: LoraDropout = 0.0
     """share of an adapter's inputs that an update leaves out; above 0 the first ratio is not 1"""
 
+    @property
+    def policy(self) -> CheckpointPolicy:
+        """What layers keep for the backward pass."""
+        return self.checkpoint_policy if self.enable_gradient_checkpointing else "none"
+
 
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
 Beta = Annotated[float, Bound(ge=0, lt=1)]
@@ -110,9 +122,9 @@ class OptimConfig(Section):
     """Adam's two decay rates"""
     eps: Annotated[float, Bound(ge=1e-20, le=1, usual=(1e-12, 1e-4))] = 1e-8
     """Adam's epsilon"""
-    state_dtype: Literal["float32", "bfloat16"] | None = None
+    state_dtype: Literal["float32", "bfloat16", "8bit"] | None = None
     """Adam's moments; they are averaged in float32 and rounded such that nothing is lost for good;
-    null = model.dtype"""
+    8bit = logarithms, in units of the largest of 256 numbers; null = model.dtype"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,12 +165,20 @@ class FsdpConfig(Section):
     """parameters to host memory while they are not used"""
     optimizer_offload: MayChange[bool] = False
     """optimizer state to host memory while it is not used"""
+    optimizer_on_host: MayChange[bool] = False
+    """gradients and moments live in host memory, where the optimizer steps: gradients go there
+    while the backward pass computes; the device keeps the parameters"""
     offload_policy: MayChange[bool] = False
     """FSDP2's CPUOffloadPolicy: parameters, gradients and optimizer live in host memory"""
     mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
     """dtypes"""
     wrap_policy: MayChange[WrapPolicyConfig] = field(default_factory=WrapPolicyConfig)
     """wrapping"""
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether gradients go to the host by themselves; with offload_policy FSDP2 brings them."""
+        return self.optimizer_on_host and not self.offload_policy
 
     @property
     def reshards(self) -> bool:

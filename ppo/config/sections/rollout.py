@@ -120,8 +120,9 @@ class RolloutConfig(Section):
         "data.max_prompt_length", "data.max_response_length"
     )
     """longest sequence of the engine, tokens; null = max_prompt_length + max_response_length"""
-    max_num_seqs: MayChange[Annotated[int, Bound(ge=1, le=10**6, usual=(1, 8192))]] = 256
-    """sequences that one engine decodes at once"""
+    max_num_seqs: MayChange[Annotated[int, Bound(ge=1, le=10**6, usual=(1, 8192))] | None] = None
+    """sequences that one engine decodes at once; null = as many as its KV cache holds of a quarter
+    of the longest length, 256 on a CPU"""
     max_num_batched_tokens: MayChange[TokenBudget] = 8192
     """prompt tokens that one engine prefills at once"""
     dtype: Dtype = "bfloat16"

@@ -28,7 +28,7 @@ from ppo.engines.embedded.generation import Generation, longest_row
 from ppo.engines.embedded.model import LocalModel
 from ppo.engines.embedded.stop_text import StopText
 from ppo.engines.slices import StepCount
-from ppo.model_shapes import AttentionShape
+from ppo.model_shapes import CPU_SEQUENCES, MOST_SEQUENCES, AttentionShape, embedded_cache
 from ppo.models.forward import num_ids_of
 from sharding.mesh import Mesh
 from sharding.names import persistent_buffers
@@ -62,6 +62,8 @@ class TorchEngine:
         hf_config: Any = module.config
         self._mesh, self._tokenizer, self._rollout = mesh, tokenizer, rollout
         self.generates_together = mesh.dims.rollout_tp > 1
+        held = MOST_SEQUENCES if mesh.device.type == "cuda" else CPU_SEQUENCES
+        self.most_sequences = rollout.max_num_seqs or held
         self._text_config = hf_config.get_text_config()
         self._dtype = getattr(torch, rollout.dtype)
         self._model = LocalModel(
@@ -173,25 +175,33 @@ class TorchEngine:
         dist.broadcast(tokens, group=self._mesh.rollout_group, group_src=0)
 
     def _max_rows(self, longest_prompt: int, most: int, params: SamplingParams) -> int:
-        """Rows whose KV cache fits, at most max_num_seqs and the number of requests."""
-        rows = min(self._rollout.max_num_seqs, most)
-        if self._mesh.device.type != "cuda" or not most:
-            return rows
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._mesh.device)
-        utilization = self._rollout.gpu_memory_utilization
-        budget = free - (1 - utilization) * total
+        """Rows of the KV cache: those that fit, at most max_num_seqs and the number of requests."""
+        cuda = self._mesh.device.type == "cuda"
+        free, total = 0, None
+        if cuda:
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info(self._mesh.device)
         longest = longest_row(longest_prompt, params, self._rollout.max_model_len)
-        row_bytes = self._token_bytes() * longest
-        fitting = torch.tensor(int(budget // row_bytes))
-        dist.all_reduce(fitting, dist.ReduceOp.MIN, group=self._mesh.rollout_host_group)
-        if fitting < 1:
+        cache = embedded_cache(
+            most,
+            longest=longest,
+            token_bytes=self._token_bytes(),
+            max_num_seqs=self._rollout.max_num_seqs,
+            utilization=self._rollout.gpu_memory_utilization,
+            device_bytes=total,
+            free_bytes=free,
+        )
+        if not cuda or not most:
+            return cache.sequences
+        rows = torch.tensor(cache.sequences)
+        dist.all_reduce(rows, dist.ReduceOp.MIN, group=self._mesh.rollout_host_group)
+        if rows < 1:
             raise RuntimeError(
-                f"the KV cache of one row takes {row_bytes / 2**30:.2f} GiB, and "
-                f"rollout.gpu_memory_utilization = {utilization} leaves "
-                f"{budget / 2**30:.2f} GiB of {free / 2**30:.2f} GiB free"
+                f"the KV cache of one row takes {self._token_bytes() * longest / 2**30:.2f} GiB, "
+                f"and of {free / 2**30:.2f} GiB free rollout.gpu_memory_utilization = "
+                f"{self._rollout.gpu_memory_utilization} leaves less"
             )
-        return min(rows, int(fitting))
+        return int(rows)
 
     def _token_bytes(self) -> int:
         """KV cache of one token on this rank."""

@@ -13,10 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ppo.model_shapes import KV_BLOCK
 from sharding.offload import to_device
-
-# Columns become visible in blocks of this size: few mask shapes, and cheap to clear.
-_BLOCK = 64
 
 
 class Step:
@@ -48,7 +46,7 @@ class KVCache(Cache):
     def __init__(self, *, rows: int, columns: int):
         super().__init__(layers=[])
         self.rows = rows
-        self.columns = -(-columns // _BLOCK) * _BLOCK
+        self.columns = -(-columns // KV_BLOCK) * KV_BLOCK
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._cleared = 0
@@ -75,7 +73,7 @@ class KVCache(Cache):
     def decode(self, positions: Tensor, longest: int) -> Step:
         """One more token for every running row, at positions [R]; `longest` = 1 + their maximum."""
         assert len(positions) == self._running and longest <= self.columns
-        columns = min(-(-longest // _BLOCK) * _BLOCK, self.columns)
+        columns = min(-(-longest // KV_BLOCK) * KV_BLOCK, self.columns)
         self._targets = (torch.arange(self._running, device=positions.device), positions)
         self._clear(columns)
         self._step = Step(positions[:, None], columns, prefill=False)
@@ -146,7 +144,7 @@ class KVCache(Cache):
 
     def _clear(self, columns: int) -> None:
         """Zeroes columns that become visible for the first time: masked garbage may be NaN."""
-        columns = min(-(-columns // _BLOCK) * _BLOCK, self.columns)
+        columns = min(-(-columns // KV_BLOCK) * KV_BLOCK, self.columns)
         if columns > self._cleared:
             for buffers in (self._keys, self._values):
                 for buffer in buffers.values():

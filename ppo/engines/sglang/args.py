@@ -15,7 +15,13 @@ import torch
 
 from ppo.config import Config, EngineProcess, RolloutConfig
 from ppo.engines.contract import Request, SamplingParams
-from ppo.model_shapes import CONTEXT_MARGIN, AttentionShape, EngineMemory, sglang_memory
+from ppo.model_shapes import (
+    CONTEXT_MARGIN,
+    AttentionShape,
+    EngineMemory,
+    KVCache,
+    sglang_memory,
+)
 from sharding.dims import ParallelDims
 
 LOADER = "ppo.engines.sglang.loader.load"
@@ -52,12 +58,12 @@ def plan_memory(
         on_cpu=on_cpu,
     )
     gib, context = 1024**3, rollout.max_model_len + CONTEXT_MARGIN
-    if memory.kv_tokens < context:
+    if memory.cache.tokens < context:
         raise ValueError(
             f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}: of "
             f"{device_bytes / gib:.1f} GiB, beside {memory.weight_bytes / gib:.1f} GiB of weights, "
-            f"{memory.kv_tokens} tokens of KV cache remain, less than one sequence of {context}; "
-            "raise it, or tensor_model_parallel_size"
+            f"{memory.cache.tokens} tokens of KV cache remain, less than one sequence of "
+            f"{context}; raise it, or tensor_model_parallel_size"
         )
     return memory
 
@@ -76,7 +82,7 @@ def settings(
     rank: int,
     device: torch.device,
     process: EngineProcess,
-    kv_tokens: int,
+    cache: KVCache,
     model_path: str,
     vocabulary: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -101,7 +107,7 @@ def settings(
         config,
         model_path=model_path,
         device_index=torch.cuda.current_device() if cuda else None,
-        kv_tokens=kv_tokens,
+        cache=cache,
         vocabulary=vocabulary,
         seed=config.trainer.seed + 1_000_003 * (rank // tp),
     )
@@ -160,7 +166,7 @@ def engine_arguments(
     *,
     model_path: str,
     device_index: int | None,
-    kv_tokens: int,
+    cache: KVCache,
     seed: int,
     vocabulary: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -183,9 +189,9 @@ def engine_arguments(
         "dtype": rollout.dtype,
         "tp_size": rollout.tensor_model_parallel_size,
         "context_length": rollout.max_model_len + CONTEXT_MARGIN,
-        "max_running_requests": rollout.max_num_seqs,
+        "max_running_requests": cache.sequences,
         "chunked_prefill_size": rollout.max_num_batched_tokens,
-        "max_total_tokens": kv_tokens,
+        "max_total_tokens": cache.tokens,
         "random_seed": seed,
         # How to sample is said with each request, never by a model's generation_config.json.
         "sampling_defaults": "openai",

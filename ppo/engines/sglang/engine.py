@@ -101,7 +101,7 @@ class SGLangEngine:
             rank=mesh.rank,
             device=mesh.device,
             process=self.process,
-            kv_tokens=self._memory.kv_tokens,
+            cache=self._memory.cache,
             model_path=model_path,
             vocabulary=sglang_args.vocabulary_override(module.config, self._num_ids),
         )
@@ -138,18 +138,24 @@ class SGLangEngine:
 
         self._agree(build)
 
+    @property
+    def most_sequences(self) -> int:
+        """By the KV cache, where rollout.max_num_seqs does not say."""
+        return self._memory.cache.sequences
+
     def start(self) -> Generator[None, None, None]:
         """Wait on the leaders until the engine is up; check its KV cache, release its memory."""
         if self._state is not EngineState.STARTING:
             return
         facts = yield from self.executor.start()
         if facts is not None:
-            if facts.kv_tokens < self._memory.kv_tokens:
+            if facts.kv_tokens < self._memory.cache.tokens:
                 raise EngineError(
                     f"rank {self.mesh.rank}: rollout.gpu_memory_utilization="
                     f"{self.rollout.gpu_memory_utilization:g} asks for a KV cache of "
-                    f"{self._memory.kv_tokens} tokens, SGLang found room for {facts.kv_tokens}: "
-                    "lower it, or offload the trainer's parameters and optimizer"
+                    f"{self._memory.cache.tokens} tokens, SGLang found room for "
+                    f"{facts.kv_tokens}: lower it, or offload the trainer's parameters and "
+                    "optimizer"
                 )
             logger.info("SGLang %s: KV cache of %d tokens", facts.version, facts.kv_tokens)
         if self.rollout.free_cache_engine:
@@ -230,7 +236,7 @@ class SGLangEngine:
             self.rollout,
             params,
             vocab_size=self._num_ids,
-            kv_tokens=self._memory.kv_tokens,
+            cache=self._memory.cache,
             seeded=self.config.trainer.deterministic and self.mesh.device.type == "cuda",
         )
 

@@ -17,6 +17,7 @@ from ppo.engines.contract import (
 )
 from ppo.engines.sglang.args import sampling_parameters
 from ppo.engines.sglang.executor import Described, Stream
+from ppo.model_shapes import KVCache
 
 
 class Served:
@@ -29,7 +30,7 @@ class Served:
         params: SamplingParams,
         *,
         vocab_size: int,
-        kv_tokens: int,
+        cache: KVCache,
         seeded: bool,
     ) -> None:
         """
@@ -38,14 +39,14 @@ class Served:
             seeded: every request has noise of its own.
         """
         self._stream, self._rollout, self._params = stream, rollout, params
-        self._vocab_size, self._kv_tokens, self._seeded = vocab_size, kv_tokens, seeded
+        self._vocab_size, self._cache, self._seeded = vocab_size, cache, seeded
         self._unfinished = self._num_requests = self._num_tokens = 0
         self._started = time.monotonic()
 
     @property
     def room(self) -> int:
         """Requests that can run, and a quarter more that may wait for the next ones."""
-        runs = self._rollout.max_num_seqs
+        runs = self._cache.sequences
         return max(0, runs + max(1, runs // 4) - self._unfinished)
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -93,12 +94,12 @@ class Served:
         if not self._num_requests:
             return {}
         # Too short to be sampled: all requests ran at once.
-        running = min(self._num_requests, self._rollout.max_num_seqs)
+        running = min(self._num_requests, self._cache.sequences)
         tokens = sums.prompt_tokens + self._num_tokens
-        loads = sums.loads or [(running, min(1.0, tokens / self._kv_tokens))]
+        loads = sums.loads or [(running, min(1.0, tokens / self._cache.tokens))]
         return {
             "rollout/tokens_per_s": self._num_tokens / seconds,
-            "rollout/kv_tokens": float(self._kv_tokens),
+            "rollout/kv_tokens": float(self._cache.tokens),
             "rollout/kv_util": max(used for _, used in loads),
             "rollout/num_running_mean": sum(count for count, _ in loads) / len(loads),
             "rollout/cache_hit": sums.cached_tokens / sums.prompt_tokens,

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from sharding.adamw import NarrowAdamW
+from sharding.adamw import EIGHT_BITS, NarrowAdamW
 from sharding.checkpoint import Checkpointer, CheckpointError, DamagedCheckpoint
 from sharding.checkpoint import writer as checkpoint_writer
 from sharding.checkpoint.files import read_manifest
@@ -47,14 +47,14 @@ Learner = tuple[nn.Module, torch.optim.AdamW]
 
 
 def _learner(mesh: Mesh, *, seed: int = 0) -> Learner:
-    """An actor with two parameter groups, and moments in bfloat16, which the runs of
+    """An actor with two parameter groups, and moments in 8 bits, which the runs of
     tests/test_resume.py have not; its lr differs from the one that is saved."""
     model = tiny_llama(seed=seed)
     shard_model(model, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)
     decayed = [p for n, p in model.named_parameters() if "norm" not in n]
     plain = [p for n, p in model.named_parameters() if "norm" in n]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    return model, NarrowAdamW(groups, state_dtype=torch.bfloat16, lr=0.5)
+    return model, NarrowAdamW(groups, state_dtype=EIGHT_BITS, lr=0.5)
 
 
 def _train(learner: Learner, first_step: int, num_steps: int) -> None:
@@ -458,6 +458,9 @@ def test_weights_and_moments_take_the_dtype_of_the_model_that_they_are_loaded_in
             assert optimizers[1].state[new]["step"].dtype == torch.float32
         second(torch.ones(3, dtype=torch.bfloat16)).sum().backward()
         optimizers[1].step()
+        codes = NarrowAdamW(first.parameters(), state_dtype=EIGHT_BITS)
+        with pytest.raises(CheckpointError, match=r"of actor as numbers, .* wants 8 bits: set it"):
+            checkpointer.load(path, {"actor": first}, {"actor": codes})
 
 
 def test_what_rests_on_the_host_is_written_from_there_and_the_next_update_waits_for_it(

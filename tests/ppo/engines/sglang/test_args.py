@@ -19,8 +19,10 @@ from ppo.config import Config, DataConfig, EpisodeConfig, ModelConfig, RolloutCo
 from ppo.engines.contract import Request, SamplingParams
 from ppo.engines.sglang import args as sglang_args
 from ppo.engines.sglang import host as sglang_host
-from ppo.model_shapes import AttentionShape
+from ppo.model_shapes import AttentionShape, KVCache
 from sharding.mesh import ParallelDims
+
+CACHE = KVCache(512, 512 * 57344, 256)
 
 
 def hf_config(**values):
@@ -54,9 +56,9 @@ def test_the_kv_cache_is_what_the_share_of_the_card_leaves_beside_the_weights():
         share, QWEN_7B, parameters=7_600_000_000, device_bytes=card, on_cpu=False
     )
     assert memory.weight_bytes == 15_200_000_000
-    assert memory.kv_bytes + memory.weight_bytes <= 0.6 * card
-    assert memory.kv_bytes + memory.weight_bytes > 0.6 * card - 256 * 57344
-    assert memory.kv_tokens == memory.kv_bytes // 57344 and memory.kv_tokens % 256 == 0
+    assert memory.cache.bytes + memory.weight_bytes <= 0.6 * card
+    assert memory.cache.bytes + memory.weight_bytes > 0.6 * card - 256 * 57344
+    assert memory.cache.tokens == memory.cache.bytes // 57344 and memory.cache.tokens % 256 == 0
 
 
 def test_on_a_cpu_the_kv_cache_is_no_larger_than_the_sequences_can_fill():
@@ -64,7 +66,7 @@ def test_on_a_cpu_the_kv_cache_is_no_larger_than_the_sequences_can_fill():
     memory = sglang_args.plan_memory(
         rollout, QWEN_7B, parameters=10**6, device_bytes=10**12, on_cpu=True
     )
-    assert memory.kv_tokens == 1280  # 10 x (120 + 8)
+    assert memory.cache.tokens == 1280  # 10 x (120 + 8)
 
 
 def test_a_share_that_cannot_hold_one_sequence_is_refused_with_its_values():
@@ -90,7 +92,7 @@ def test_every_rank_of_a_node_gets_cores_of_its_own_while_there_are_enough():
 def test_engine_kwargs_are_passed_on_but_not_those_that_follow_from_other_keys():
     def arguments(**kwargs):
         return sglang_args.engine_arguments(
-            config(engine_kwargs=kwargs), model_path="x", device_index=3, kv_tokens=512, seed=1
+            config(engine_kwargs=kwargs), model_path="x", device_index=3, cache=CACHE, seed=1
         )
 
     made = arguments(attention_backend="fa3", mem_fraction_static=0.5)
@@ -107,7 +109,7 @@ def test_graphs_of_decoding_alone_stay_on_the_device_while_training():
 
     def backends(**rollout):
         arguments = sglang_args.engine_arguments(
-            config(**rollout), model_path="x", device_index=0, kv_tokens=512, seed=1
+            config(**rollout), model_path="x", device_index=0, cache=CACHE, seed=1
         )
         parsed = server_args.ServerArgs(**arguments)
         hook.parse_cuda_graph_config(parsed)
@@ -129,7 +131,7 @@ def settings(rank: int, *, device: str = "cpu", deterministic: bool = False) -> 
         rank=rank,
         device=torch.device(device),
         process="rank",
-        kv_tokens=512,
+        cache=CACHE,
         model_path="x",
         vocabulary={},
     )
@@ -220,7 +222,7 @@ def test_how_to_sample_is_said_with_every_request_and_never_by_the_model():
 def test_an_engine_decodes_where_texts_may_end_a_response():
     def skips(**rollout):
         return sglang_args.engine_arguments(
-            config(**rollout), model_path="x", device_index=3, kv_tokens=512, seed=1
+            config(**rollout), model_path="x", device_index=3, cache=CACHE, seed=1
         )["skip_tokenizer_init"]
 
     assert skips()
@@ -231,7 +233,7 @@ def test_an_engine_decodes_where_texts_may_end_a_response():
 def test_defaults_of_sampling_are_neither_the_models_nor_of_engine_kwargs():
     def arguments(**kwargs):
         return sglang_args.engine_arguments(
-            config(engine_kwargs=kwargs), model_path="x", device_index=3, kv_tokens=512, seed=1
+            config(engine_kwargs=kwargs), model_path="x", device_index=3, cache=CACHE, seed=1
         )
 
     assert arguments()["sampling_defaults"] == "openai"
@@ -247,6 +249,6 @@ def test_the_engine_has_no_ids_that_the_tokenizer_lacks():
     vocabulary = sglang_args.vocabulary_override(gemma, 262145)
     assert vocabulary == {"text_config": {"vocab_size": 262145}}
     made = sglang_args.engine_arguments(
-        config(), model_path="x", device_index=0, kv_tokens=512, seed=1, vocabulary=vocabulary
+        config(), model_path="x", device_index=0, cache=CACHE, seed=1, vocabulary=vocabulary
     )
     assert json.loads(made["json_model_override_args"]) == vocabulary

@@ -1,0 +1,72 @@
+"""Adam's moments in 8 bits: a logarithm of each number, in units of the largest of its block.
+
+Owns the code. Must not know optimizers. As in 8-bit Adam (arXiv 2110.02861) every 256 numbers have
+a scale of their own, here of one row, so that codes and scales are sharded like their parameter
+and a checkpoint holds them as they are. Unlike there,
+
+- levels are evenly spaced logarithms, 12 % apart for v and 10 % for m, over 42 and 18 octaves;
+- a number is rounded up as often as it is nearer to the upper level (narrow.py says why),
+  with a threshold that is another one for each place of a block;
+- no v is rounded to zero in a block that is not: m / (sqrt(v) + eps) would run away.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 256
+"""numbers of a row that share a scale"""
+GOLDEN_RATIO = 0.6180339887498949
+PLASTIC_RATIO = 0.7548776662466927  # of places: a second dimension without resonance
+_LEVELS = {True: 127, False: 255}
+_PER_OCTAVE = {True: 7, False: 6}
+_SIGN = 128
+
+
+def scales_shape(shape: torch.Size) -> torch.Size:
+    """Of the scales of a tensor [..., C]: [..., ceil(C / BLOCK)]."""
+    return torch.Size((*shape[:-1], -(-shape[-1] // BLOCK)))
+
+
+def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    """float32 numbers [..., C] of uint8 codes [..., C] and their scales."""
+    levels, per_octave = _LEVELS[signed], _PER_OCTAVE[signed]
+    magnitude = (codes & (_SIGN - 1) if signed else codes).float()
+    found = ((magnitude - levels) / per_octave).exp2_()
+    found.masked_fill_(magnitude == 0, 0.0)
+    if signed:
+        found = torch.where(codes >= _SIGN, -found, found)
+    found = _blocks(found) * scales[..., None]
+    return found.flatten(-2)[..., : codes.shape[-1]]
+
+
+def encode(numbers: Tensor, step: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of float32 numbers [..., C], which are not negative unless `signed`.
+
+    step: one number, by which the thresholds of rounding move.
+    """
+    levels, per_octave = _LEVELS[signed], _PER_OCTAVE[signed]
+    blocks = _blocks(numbers)  # [..., C / BLOCK, BLOCK]
+    scales = blocks.abs().amax(-1)
+    shares = blocks.abs() / torch.where(scales == 0, 1.0, scales)[..., None]
+    lower = (levels + per_octave * shares.log2()).floor_().clamp_(0, levels)
+    low = ((lower - levels) / per_octave).exp2_()
+    high = ((lower + 1 - levels) / per_octave).exp2_()
+    low.masked_fill_(lower == 0, 0.0)
+    above = (shares - low) / (high - low) >= 1 - _thresholds(step, blocks.device)
+    codes = (lower + above).clamp_(0 if signed else 1, levels)
+    codes = torch.where(scales[..., None] == 0, 0.0, codes).to(torch.uint8)
+    if signed:
+        codes |= (blocks < 0).to(torch.uint8) * _SIGN
+    return codes.flatten(-2)[..., : numbers.shape[-1]], scales
+
+
+def _thresholds(step: Tensor, device: torch.device) -> Tensor:
+    """In (0, 1], of each place of a block: [BLOCK]."""
+    places = torch.arange(BLOCK, dtype=torch.float64, device=device) * PLASTIC_RATIO
+    return 1 - (places + step.to(device).double() * GOLDEN_RATIO).frac().float()
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """[..., C] as [..., C / BLOCK, BLOCK], with zeros where the last block is not full."""
+    return F.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))

@@ -1,0 +1,131 @@
+"""What each setting that saves memory costs in time: one update of the actor.
+
+    python -m tests.benchmarks.bench_memory [--layers 8] [--tokens 1024] [--repeats 2]
+
+Two micro-batches through a model in SmolLM2-135M's width (float32, one document each), clipping and
+one AdamW step. Seconds are of this process's cores, the fastest of the repeats; MiB are the peak of
+live tensors, weights and moments included. With the optimizer on the host a CPU pretends to be a
+device (tests/fake_device.py), and what lies in host memory is not counted.
+"""
+
+import argparse
+import sys
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppo.config import FsdpConfig, MixedPrecisionConfig, ModelConfig, OptimConfig
+from ppo.models.build import build_causal_lm
+from ppo.models.learner import Learner, make_optimizer
+from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
+from tests.benchmarks.measure import save_smollm2_shape, seconds
+from tests.fake_device import fake_device
+from tests.peak_memory import PeakTracker
+
+ROWS = 256
+SETTINGS: dict[str, dict[str, Any]] = {
+    "checkpoint_policy=full (default)": {},
+    "checkpoint_policy=selective": {"checkpoint_policy": "selective"},
+    "checkpoint_policy=none": {"checkpoint_policy": "none"},
+    f"full, mlp_block_rows={ROWS}": {"mlp_block_rows": ROWS},
+    f"none, mlp_block_rows={ROWS}": {"checkpoint_policy": "none", "mlp_block_rows": ROWS},
+    "optim.state_dtype=bfloat16": {"state_dtype": "bfloat16"},
+    "optim.state_dtype=8bit": {"state_dtype": "8bit"},
+    "fsdp.optimizer_on_host=true": {"on_host": True},
+}
+
+
+def make_learner(
+    folder: Path, mesh: Mesh, *, state_dtype: Any = None, on_host: bool = False, **model: Any
+) -> Learner:
+    """An actor with float32 weights and computation."""
+    config, optim = ModelConfig(path=str(folder), **model), OptimConfig(state_dtype=state_dtype)
+    module = build_causal_lm(
+        folder,
+        mesh,
+        model_config=config,
+        fsdp_config=FsdpConfig(mixed_precision=MixedPrecisionConfig(param_dtype="float32")),
+        checkpointing=config.policy != "none",
+        forward_only=False,
+        dtype=torch.float32,
+    )
+    return Learner(
+        name="actor",
+        module=module,
+        optimizer=make_optimizer(module, optim, mesh.device, on_host=on_host),
+        optim=optim,
+        grad_clip=1.0,
+        total_steps=1,
+        device=mesh.device,
+    )
+
+
+def update(learner: Learner, tokens: int) -> None:
+    """Forward and backward of two micro-batches, one step."""
+    with learner.updating() as module:
+        for number in range(2):
+            generator = torch.Generator().manual_seed(number)
+            ids = torch.randint(3, 49152, (1, tokens), generator=generator)
+            found = module(
+                input_ids=ids.to(learner.device),
+                position_ids=torch.arange(tokens, device=learner.device)[None],
+                positions=torch.arange(tokens, device=learner.device),
+                labels=ids[0].to(learner.device),
+                cu_seqlens=torch.tensor([0, tokens]),
+            )
+            found.logprobs.mean().backward()
+        learner.clip_gradients()
+        learner.step()
+
+
+def measure(
+    folder: Path, mesh: Mesh, tokens: int, repeats: int, setting: dict[str, Any]
+) -> tuple[float, float]:
+    """(seconds, MiB) of an update that is not the first."""
+    pretends = setting.get("on_host") and mesh.device.type == "cpu"
+    with fake_device() if pretends else nullcontext():
+        learner = make_learner(folder, mesh, **setting)
+        update(learner, tokens)
+        state = [x for s in learner.optimizer.state.values() for x in s.values()]
+        with PeakTracker(mesh.device) as tracker:
+            tracker.watch([*learner.module.parameters(), *([] if pretends else state)])
+            update(learner, tokens)
+        taken = [seconds(lambda: update(learner, tokens), mesh.device) for _ in range(repeats)]
+    return min(taken), tracker.peak_bytes / 2**20
+
+
+def main() -> None:
+    """Print a table in Markdown, row by row."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.bench_memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=2)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sys.stdout.write(
+        "| Setting | seconds | time | MiB | memory |\n| --- | --: | --: | --: | --: |\n"
+    )
+    with init_distributed(device), tempfile.TemporaryDirectory() as name:
+        folder = save_smollm2_shape(Path(name), layers=args.layers)
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), device)
+        first: tuple[float, float] | None = None
+        for label, setting in SETTINGS.items():
+            found = measure(folder, mesh, args.tokens, args.repeats, setting)
+            first = first or found
+            sys.stdout.write(
+                f"| `{label}` | {found[0]:.1f} | {found[0] / first[0]:.2f} | {found[1]:.0f} "
+                f"| {found[1] / first[1]:.2f} |\n"
+            )
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
