@@ -20,6 +20,9 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # The largest block of logits that ppo/logprobs/ makes (a test compares): elements on CUDA and on
 # a CPU.
 LOGITS_BLOCK = {True: 1 << 26, False: 1 << 21}
+# The pieces of a step in sharding/adamw/ (a test compares): elements of codes, and of others.
+STEP_ELEMENTS = {True: 1 << 24, False: 1 << 26}
+STEP_COPIES = "float32 copies of moments in a step"
 MOMENT_BYTES = {**ITEM_BYTES, "8bit": 1 + 4 / 256}
 """of each of Adam's moments of a weight, scales included"""
 
@@ -139,8 +142,9 @@ class Pass:
 
 
 def training_pass(model: ShardedModel, run: Pass) -> list[Item]:
-    """What forward and backward add to parameters and optimizer, at the worst of four moments."""
+    """What forward and backward add to parameters and optimizer, at the worst of five moments."""
     moments = [_in_a_layer(model, run), _after_a_layer(model, run), _at_the_end(model, run)]
+    moments.append(_in_the_step(model))
     if model.has_logits:
         moments.append(_in_the_head(model, run))
     return [*_of_reference(run), *max(moments, key=total)]
@@ -219,6 +223,22 @@ def _at_the_end(model: ShardedModel, run: Pass) -> list[Item]:
         Item("gathered embedding and head", model.root_params * model.compute, "parameters"),
         Item("unsharded gradients of the root", root, "gradients"),
     ]
+
+
+def _in_the_step(model: ShardedModel) -> list[Item]:
+    """Moments that are not float32 are copied to it piece by piece, and codes of 8 bits made of
+    the largest part of a piece."""
+    found = _gradients(model, accumulated=True, head=False)
+    if model.moment in (0, 4, model.trained_bytes):
+        return found
+    has_codes = model.moment < 2
+    piece = min(model.trained_params, STEP_ELEMENTS[has_codes])
+    size = 2 * 4 * piece
+    if has_codes:
+        shape = model.shape
+        largest = max(shape.embedding_params, shape.hidden_size * shape.intermediate_size)
+        size += 6 * 4 * min(largest / model.shard_size, piece)
+    return [*found, Item(STEP_COPIES, size, "optimizer")]
 
 
 def _gradients(model: ShardedModel, *, accumulated: bool, head: bool) -> list[Item]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ppo.check.memory_pass import (
     ITEM_BYTES,
     MOMENT_BYTES,
+    STEP_COPIES,
     Item,
     Pass,
     ShardedModel,
@@ -339,7 +340,7 @@ def _train(plan: Plan, name: str, section: ActorConfig | CriticConfig) -> Iterat
     yield from _engine_kept(plan)
     on_host = plan.cuda and (model.fsdp.offload_policy or model.fsdp.steps_on_host)
     for item in training_pass(model, run):
-        if not (on_host and item.name == "gradients"):
+        if not (on_host and item.name in ("gradients", STEP_COPIES)):
             yield item
 
 

@@ -24,7 +24,7 @@ _SIGN = 128
 
 
 def scales_shape(shape: torch.Size) -> torch.Size:
-    """Of the scales of a tensor [..., C]: [..., ceil(C / BLOCK)]."""
+    """Of the scales of a tensor [..., C]: [..., ceil(C / BLOCK)]. A shorter row is one block."""
     return torch.Size((*shape[:-1], -(-shape[-1] // BLOCK)))
 
 
@@ -37,7 +37,7 @@ def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     if signed:
         found = torch.where(codes >= _SIGN, -found, found)
     found = _blocks(found) * scales[..., None]
-    return found.flatten(-2)[..., : codes.shape[-1]]
+    return found.flatten(-2)[..., : codes.shape[-1]].contiguous()  # as fused kernels want it
 
 
 def encode(numbers: Tensor, step: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def encode(numbers: Tensor, step: Tensor, *, signed: bool) -> tuple[Tensor, Tens
     low = ((lower - levels) / per_octave).exp2_()
     high = ((lower + 1 - levels) / per_octave).exp2_()
     low.masked_fill_(lower == 0, 0.0)
-    above = (shares - low) / (high - low) >= 1 - _thresholds(step, blocks.device)
+    above = (shares - low) / (high - low) >= 1 - _thresholds(step, blocks)
     codes = (lower + above).clamp_(0 if signed else 1, levels)
     codes = torch.where(scales[..., None] == 0, 0.0, codes).to(torch.uint8)
     if signed:
@@ -61,12 +61,15 @@ def encode(numbers: Tensor, step: Tensor, *, signed: bool) -> tuple[Tensor, Tens
     return codes.flatten(-2)[..., : numbers.shape[-1]], scales
 
 
-def _thresholds(step: Tensor, device: torch.device) -> Tensor:
-    """In (0, 1], of each place of a block: [BLOCK]."""
-    places = torch.arange(BLOCK, dtype=torch.float64, device=device) * PLASTIC_RATIO
-    return 1 - (places + step.to(device).double() * GOLDEN_RATIO).frac().float()
+def _thresholds(step: Tensor, blocks: Tensor) -> Tensor:
+    """In (0, 1], of each place of a block."""
+    places = torch.arange(blocks.shape[-1], dtype=torch.float64, device=blocks.device)
+    moved = step.to(blocks.device).double() * GOLDEN_RATIO
+    return 1 - (places * PLASTIC_RATIO + moved).frac().float()
 
 
 def _blocks(x: Tensor) -> Tensor:
     """[..., C] as [..., C / BLOCK, BLOCK], with zeros where the last block is not full."""
-    return F.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    width = min(BLOCK, x.shape[-1])
+    missing = -x.shape[-1] % width
+    return (F.pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, width))
