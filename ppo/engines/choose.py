@@ -67,13 +67,24 @@ def build_engine(
             )
         case "torch":
             from ppo.engines.embedded.engine import TorchEngine
-            from ppo.engines.embedded.verify import check_generation
+            from ppo.engines.embedded.verify import CacheKind, choose_cache
 
             trust = config.model.trust_remote_code
 
-            def check() -> None:
-                if mesh.rank == 0 and config.model.verify_forward:
-                    check_generation(module.config, trust_remote_code=trust)
+            def ask() -> CacheKind | None:
+                if mesh.rank != 0:
+                    return None
+                return choose_cache(
+                    module.config,
+                    compare=config.model.verify_forward,
+                    num_ranks=mesh.dims.rollout_tp,
+                    trust_remote_code=trust,
+                )
 
-            together(check, mesh.host_group, InputError, expected=InputError, name_ranks=False)
-            return TorchEngine(module, mesh, tokenizer, config.rollout, trust_remote_code=trust)
+            kinds = together(
+                ask, mesh.host_group, InputError, expected=InputError, name_ranks=False
+            )
+            assert kinds[0] is not None
+            return TorchEngine(
+                module, mesh, tokenizer, config.rollout, cache=kinds[0], trust_remote_code=trust
+            )

@@ -20,21 +20,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from ppo.errors import InputError
 from ppo.logprobs import LabelLogprobs, LogitTransform, Reference, token_logprobs
-from ppo.models.attention import (
-    ATTENTION_NAME,
-    Kernel,
-    choose_kernel,
-    make_documents,
-    register,
-    varlen_kernel,
-)
-from ppo.models.flash import Heads, use_fastest_flash
+from ppo.models.packed.attention import ATTENTION_NAME, Kernel, make_documents, register
+from ppo.models.packed.flash import Heads, use_fastest_flash
+from ppo.models.packed.kernels import choose_kernel, varlen_kernel
+from ppo.models.packed.states import see_documents_alone, stateful_parts
 from sharding.mesh import Mesh
 from sharding.ulysses import ulysses_problems
 
 logger = logging.getLogger(__name__)
 
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+STATEFUL_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
+"""and what stands beside such layers"""
 
 
 @dataclass(frozen=True)
@@ -83,11 +80,8 @@ def plan_forward(
     kernel, obstacle = choose_kernel(attn_implementation, mesh.device), findings.obstacle
     if kernel is None:
         obstacle = f"model.attn_implementation={attn_implementation} cannot pack"
-    problems = ulysses_problems(num_heads=config.num_attention_heads, sp=sp)
-    if problems or (obstacle and sp > 1):
-        raise InputError(
-            f"actor.ulysses_sequence_parallel_size={sp}: {(problems or [obstacle])[0]}"
-        )
+    if sp > 1 and (problem := sp_problem(module, obstacle, sp)):
+        raise InputError(f"actor.ulysses_sequence_parallel_size={sp}: {problem}")
     if obstacle is None:
         if kernel is varlen_kernel and getattr(config, "attn_logit_softcapping", None):
             logger.warning(
@@ -96,11 +90,10 @@ def plan_forward(
                 type(module).__name__,
                 extra={"every_rank": True},
             )
-        register()
-        module.set_attn_implementation(ATTENTION_NAME)
+        pack(module)
         is_free = attn_implementation == "auto" and not torch.are_deterministic_algorithms_enabled()
         if kernel is varlen_kernel and is_free:
-            use_fastest_flash(_heads_of(config, sp), mesh.device, mesh.host_group)
+            use_fastest_flash(_heads_of(module, sp), mesh.device, mesh.host_group)
     else:
         if kernel is None:
             _set_attention(module, attn_implementation)
@@ -120,13 +113,32 @@ def plan_forward(
     )
 
 
-def _heads_of(config: Any, sp: int) -> Heads:
+def _heads_of(module: Any, sp: int) -> Heads:
     """As a kernel sees them on one of `sp` ranks."""
+    config = module.config.get_text_config()
     num = config.num_attention_heads
     num_kv = getattr(config, "num_key_value_heads", None) or num
     size = getattr(config, "head_dim", None) or config.hidden_size // num
     window = getattr(config, "sliding_window", None)
-    return Heads(num // sp, max(1, num_kv // sp), size, window)
+    sinks = any(name.endswith("sinks") for name, _ in module.named_parameters())
+    return Heads(num // sp, max(1, num_kv // sp), size, window, sinks)
+
+
+def sp_problem(module: Any, obstacle: str | None, sp: int) -> str | None:
+    """Why rows of a model cannot be cut over `sp` > 1 ranks; obstacle: why they are not packed."""
+    if obstacle is None and stateful_parts(module):
+        return "its layers carry a state from token to token, for which a rank needs the whole row"
+    heads = getattr(module.config.get_text_config(), "num_attention_heads", None)
+    if heads is None:
+        return obstacle or "it has no attention heads"
+    return next(iter(ulysses_problems(num_heads=heads, sp=sp)), obstacle)
+
+
+def pack(module: Any) -> None:
+    """Make a transformers model take packed documents."""
+    register()
+    module.set_attn_implementation(ATTENTION_NAME)
+    see_documents_alone(module)
 
 
 def _set_attention(module: Any, name: str) -> None:
@@ -170,24 +182,30 @@ def num_ids_of(module: Any) -> int:
     return rows if plan is None or plan.num_ids is None else min(rows, plan.num_ids)
 
 
-def packing_obstacle(module: nn.Module) -> str | None:
-    """Why documents cannot share a row in this model, or None when they can."""
+def packing_obstacle(module: nn.Module, *, compared: bool) -> str | None:
+    """Why documents cannot share a row in this model, or None when they can.
+
+    compared: whether the answer is put to the test afterwards. Without, a model is not packed whose
+    layers carry a state, because which parts do is found by what they are made of (states.py), or
+    whose class does not say that its attention can be replaced.
+    """
     config = module.config.get_text_config()  # pyright: ignore
-    other = set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS
+    alone = compared and bool(stateful_parts(module))
+    known = PACKABLE_LAYERS | STATEFUL_LAYERS if alone else PACKABLE_LAYERS
+    other = set(getattr(config, "layer_types", None) or ()) - known
     if other:
         return f"it has layers of type {', '.join(sorted(other))}"
-    if getattr(module, "_is_stateful", False) or any(
-        isinstance(m, nn.Conv1d) for m in module.modules()
+    if not alone and (
+        getattr(module, "_is_stateful", False)
+        or any(isinstance(m, nn.Conv1d) for m in module.modules())
     ):
         return "its layers carry a state from token to token"
-    if not getattr(module, "_supports_attention_backend", False):
+    if not compared and not getattr(module, "_supports_attention_backend", False):
         return "its attention does not go through transformers' AttentionInterface"
     if not getattr(config, "is_causal", True) or getattr(
         config, "use_bidirectional_attention", False
     ):
         return "its attention is not causal"
-    if any(name.endswith("sinks") for name, _ in module.named_parameters()):
-        return "its attention has sinks"
     if not _takes_positions(backbone_of(module)):
         return "its positions cannot be given"
     return None

@@ -7,6 +7,7 @@ whatever differs between transformers' code and ours is in it: logits, positions
 packing. Kernels of a GPU are not: tests marked `gpu` hold those.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,13 +18,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ppo.errors import InputError
 from ppo.logprobs import LogitTransform
-from ppo.models.attention import ATTENTION_NAME, make_documents, register, sdpa_kernel
-from ppo.models.forward import (
-    Findings,
-    ForwardPlan,
-    label_logprobs,
-    packing_obstacle,
-)
+from ppo.models.forward import Findings, ForwardPlan, label_logprobs, pack, packing_obstacle
+from ppo.models.packed.attention import make_documents
+from ppo.models.packed.kernels import sdpa_kernel
 from ppo.models.small_copy import VOCABULARY, NoSmallCopy, build_small_copy
 
 logger = logging.getLogger(__name__)
@@ -62,7 +59,7 @@ def examine(
 def _examine(
     config: Any, module: Any, *, pack: bool, compare: bool, trust_remote_code: bool
 ) -> Findings:
-    family, obstacle = config.model_type, packing_obstacle(module)
+    family, obstacle = config.model_type, packing_obstacle(module, compared=compare)
     try:
         small = build_small_copy(config, trust_remote_code=trust_remote_code)
         answers = _ask(small, module)
@@ -80,7 +77,7 @@ def _examine(
         problem = _problem(_packed_logprobs, small, answers)
         if problem is None:
             return Findings(answers.transform, None)
-        obstacle = f"packed, its forward {problem}"
+        obstacle = packing_obstacle(module, compared=False) or f"packed, its forward {problem}"
     problem = _problem(_padded_logprobs, small, answers)
     if problem is not None:
         raise InputError(
@@ -215,8 +212,8 @@ def _difference(got: Tensor, want: Tensor) -> str | None:
 
 def _packed_logprobs(module: Any, transform: LogitTransform, documents: Sequence[Tensor]) -> Tensor:
     """The documents one after the other in a row, with our attention."""
-    register()
-    module.set_attn_implementation(ATTENTION_NAME)
+    module = copy.deepcopy(module)  # its layers are told of documents for good
+    pack(module)
     lengths = torch.tensor([len(ids) for ids in documents])
     bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     rows = [torch.arange(len(ids)) for ids in documents]

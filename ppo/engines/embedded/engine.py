@@ -25,13 +25,12 @@ from ppo.engines.contract import (
     check_requests,
 )
 from ppo.engines.embedded.generation import Generation, longest_row
-from ppo.engines.embedded.model import LocalModel
+from ppo.engines.embedded.model import CacheKind, LocalModel
 from ppo.engines.embedded.stop_text import StopText
 from ppo.engines.slices import StepCount
 from ppo.model_shapes import CPU_SEQUENCES, MOST_SEQUENCES, AttentionShape, embedded_cache
 from ppo.models.forward import num_ids_of
 from sharding.mesh import Mesh
-from sharding.names import persistent_buffers
 from sharding.progress import PROGRESS
 from sharding.reshard.checksums import Checksums
 from sharding.reshard.resharder import Resharder
@@ -52,12 +51,13 @@ class TorchEngine:
         tokenizer: Any,
         rollout: RolloutConfig,
         *,
+        cache: CacheKind = "own",
         trust_remote_code: bool = False,
     ):
         """Plan the reshard of `module`, which has its Hugging Face `config`. Collective.
 
-        `tokenizer` decodes for stop texts. Raises ValueError where the model cannot be cached, or
-        split over T ranks.
+        `tokenizer` decodes for stop texts; cache: what `choose_cache` says of the family.
+        Raises ValueError where the model cannot be split over T ranks.
         """
         hf_config: Any = module.config
         self._mesh, self._tokenizer, self._rollout = mesh, tokenizer, rollout
@@ -72,7 +72,8 @@ class TorchEngine:
             dtype=self._dtype,
             tp_mesh=mesh.rollout,
             num_ids=num_ids_of(module),
-            buffers=persistent_buffers(module),
+            buffers=dict(module.named_buffers()),
+            cache=cache,
             trust_remote_code=trust_remote_code,
         )
         self._resharder = Resharder(

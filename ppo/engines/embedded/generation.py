@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ppo.engines.contract import Completion, Finished, Request, SamplingParams
-from ppo.engines.embedded.kv_cache import KVCache
 from ppo.engines.embedded.model import LocalModel
 from ppo.engines.embedded.sampling import sample, uniforms
 from ppo.engines.embedded.stop_text import StopText
@@ -88,7 +87,7 @@ class Generation:
         self._arrivals: deque[_Arrival] = deque()
         self._max_rows, self._max_prefill_tokens = max_rows, max_prefill_tokens
         columns = longest_row(longest_prompt, params, max_model_len)
-        self.cache = KVCache(rows=max_rows, columns=columns)
+        self.cache = model.make_cache(rows=max_rows, columns=columns)
         self.num_prefilled = self.num_decodes = self.num_decoded_rows = self.peak_tokens = 0
         self.num_tokens = self.num_prompt_tokens = 0
         """response tokens of what has ended, prompt tokens of all"""

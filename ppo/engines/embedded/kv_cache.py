@@ -171,11 +171,10 @@ def cached_attention(
     Signature and result [R, q, heads, d] are those of transformers' AttentionInterface. The heads
     that share a kv head are stacked along the query dim: keys and values are read where they lie.
     """
-    if s_aux is not None:
-        raise ValueError(f"{type(module).__name__}: attention sinks are not supported")
     rows, heads, length, dim = query.shape
     groups = heads // key.shape[1]
-    if kv_step.prefill and softcap is None and (sliding_window or length) >= length:
+    by_kernel = softcap is None and s_aux is None
+    if kv_step.prefill and by_kernel and (sliding_window or length) >= length:
         output = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1
         )
@@ -184,20 +183,31 @@ def cached_attention(
     mask = kv_step.mask(sliding_window, query.dtype)  # [R, 1, q, columns]
     if length > 1:
         mask = mask.repeat(1, 1, groups, 1)  # [R, 1, groups * q, columns]
-    if softcap is None:
+    if by_kernel:
         output = F.scaled_dot_product_attention(
             stacked, key, value, attn_mask=mask.expand(-1, -1, stacked.shape[2], -1), scale=scaling
         )
     else:
-        output = _softcapped(stacked, key, value, mask, scaling=scaling, softcap=softcap)
+        sinks = s_aux
+        if sinks is not None:  # [kv heads, groups * q, 1]
+            sinks = sinks.view(-1, groups, 1).repeat_interleave(length, 1)
+        scores = (stacked @ key.transpose(2, 3)).float() * scaling
+        output = _weights(scores, mask, softcap=softcap, sinks=sinks).to(query.dtype) @ value
     output = output.reshape(rows, heads, length, value.shape[-1])
     return output.transpose(1, 2).contiguous(), None
 
 
-def _softcapped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float, softcap: float
+def _weights(
+    scores: Tensor, mask: Tensor, *, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention with scores limited to softcap * tanh(score / softcap) (Gemma 2), in float32."""
-    scores = (query @ key.transpose(2, 3)).float() * (scaling / softcap)
-    scores = scores.tanh() * softcap + mask.float()
-    return scores.softmax(-1).to(query.dtype) @ value
+    """Softmax of float32 scores [R, kv heads, n, columns], limited to softcap * tanh(score /
+    softcap) (Gemma 2), with a sink [kv heads, n, 1] as one more score that has no value (gpt-oss).
+    """
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores + mask.float()
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], -1).softmax(-1)[
+        ..., :-1
+    ]

@@ -1,15 +1,16 @@
 """The embedded engine's model: a Hugging Face causal LM whose weights come and go.
 
 Owns the module, its tensor-parallel placement (DTensor, from the model's own base_model_tp_plan),
-the memory of its weights, and the forward that turns tokens into logits. Must not know requests,
-sampling, or how a bucket of weights was exchanged.
+the memory of its weights, which kind of cache serves it, and the forward that turns tokens into
+logits. Must not know requests, sampling, or how a bucket of weights was exchanged.
 """
 
 import copy
 import fnmatch
+import inspect
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from ppo.engines.embedded.cohorts import CohortCache, Part, Parts
 from ppo.engines.embedded.kv_cache import KVCache, Step, cached_attention
 from ppo.errors import InputError
 from sharding.layout import FAMILIES, view_2d
@@ -26,6 +28,9 @@ from sharding.reshard.plan import Entry
 from sharding.reshard.resharder import Bucket
 
 _ATTENTION = "ppo_kv_cache"  # HF makes no masks for a name it does not know
+CacheKind = Literal["own", "transformers", "none"]
+"""kv_cache.py; transformers' own, by cohorts (cohorts.py); none: every token reads all before it"""
+_KINDS = {"full_attention", "sliding_attention"}  # of layers that kv_cache.py knows
 
 
 class LocalModel:
@@ -40,16 +45,21 @@ class LocalModel:
         tp_mesh: DeviceMesh | None,
         num_ids: int,
         buffers: Mapping[str, Tensor],
+        cache: CacheKind = "own",
         trust_remote_code: bool = False,
     ):
         """
         Args:
             num_ids: ids that have a logit, from 0 on.
             tp_mesh: ranks of a rollout group, if any.
-            buffers: those that a checkpoint holds; no gradient reaches them, so they stay.
+            buffers: the trainer's, by name; no gradient reaches them, so they stay.
+            cache: what serves it.
+
+        Raises InputError for a model that cannot be split, or that takes no cache.
         """
-        self.device, self.num_ids = device, num_ids
-        self.module = _build(hf_config, dtype, trust_remote_code)
+        self.device, self.num_ids, self._cache = device, num_ids, cache
+        self.module = _build(hf_config, dtype, trust_remote_code, ours=cache == "own")
+        self._cache_name = _cache_name(self.module) if cache == "transformers" else None
         self._names = parameter_names(self.module)
         _fill_buffers(self.module, device, buffers)
         if tp_mesh is not None and tp_mesh.size() > 1:
@@ -97,12 +107,22 @@ class LocalModel:
             listed = ", ".join(f"{name} ({missing} missing)" for name, missing in wrong.items())
             raise RuntimeError(f"weights not synchronised: {listed}")
 
+    def make_cache(self, *, rows: int, columns: int) -> KVCache | CohortCache:
+        """Room for at most `rows` rows of up to `columns` tokens, taken as it is used."""
+        if self._cache == "own":
+            return KVCache(rows=rows, columns=columns)
+        config = self.module.config if self._cache == "transformers" else None
+        return CohortCache(config, rows=rows, columns=columns)
+
     @torch.no_grad()
     def logits(
-        self, input_ids: Tensor, step: Step, cache: KVCache, *, last: Tensor | None = None
+        self, input_ids: Tensor, step: Step | Parts, cache: Any, *, last: Tensor | None = None
     ) -> Tensor:
         """Logits [R, num_ids] that follow the tokens [R, q]: of index `last` [R] in each row, or of
-        the only one. Identical on all ranks of the tensor-parallel group."""
+        the only one. `step` is what `cache` has made for them. Identical on all ranks of the
+        tensor-parallel group."""
+        if isinstance(step, Parts):
+            return torch.cat([self._part(input_ids[p.rows, : p.length], p) for p in step.parts])
         self._last = last
         output = self.module(
             input_ids=input_ids,
@@ -111,6 +131,18 @@ class LocalModel:
             use_cache=True,
             kv_step=step,
         )
+        return output.logits[:, -1, : self.num_ids]
+
+    def _part(self, input_ids: Tensor, part: Part) -> Tensor:
+        """Logits [r, num_ids] behind tokens [r, q] of one cohort."""
+        cohort = part.cohort
+        if self._cache_name is None:
+            input_ids, cache = cohort.all_tokens(input_ids), {}
+        else:
+            cache = {self._cache_name: cohort.cache}
+        rows, length = input_ids.shape
+        self._last = torch.full((rows,), length - 1, device=input_ids.device)
+        output = self.module(input_ids=input_ids, use_cache=bool(cache), **cache)
         return output.logits[:, -1, : self.num_ids]
 
     def _select_last(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -140,57 +172,76 @@ def _region(parameter: Tensor, entry: Entry) -> Tensor:
     ]
 
 
-def _build(hf_config: PretrainedConfig, dtype: torch.dtype, trust: bool) -> PreTrainedModel:
-    """The model on meta, with our attention; ValueError where the KV cache would be wrong."""
-    AttentionInterface.register(_ATTENTION, cached_attention)
-    config = copy.deepcopy(hf_config)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {
-        "full_attention",
-        "sliding_attention",
-    }
+def own_cache_problem(module: Any) -> str | None:
+    """Why kv_cache.py cannot serve a model, as far as its class says; None = it says nothing."""
+    config = module.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ()) - _KINDS
     if kinds:
-        raise InputError(
-            f"rollout.engine=torch has no cache for the {', '.join(sorted(kinds))} layers of "
-            f"{config.model_type}; use rollout.engine=sglang"
-        )
+        return f"it has layers of type {', '.join(sorted(kinds))}"
+    if getattr(module, "_is_stateful", False):
+        return "its layers carry a state from token to token"
+    if not module._supports_attention_backend:
+        return "its attention does not go through transformers' AttentionInterface"
+    return None
+
+
+def _build(
+    hf_config: PretrainedConfig, dtype: torch.dtype, trust: bool, *, ours: bool
+) -> PreTrainedModel:
+    """The model on meta, with our attention or with transformers' own."""
+    AttentionInterface.register(_ATTENTION, cached_attention)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=_ATTENTION, trust_remote_code=trust
+            copy.deepcopy(hf_config),
+            dtype=dtype,
+            attn_implementation=_ATTENTION if ours else "eager",
+            trust_remote_code=trust,
         )
-    if not module._supports_attention_backend:
-        raise InputError(
-            f"rollout.engine=torch needs a model that uses transformers' AttentionInterface; "
-            f"{config.model_type} does not: use rollout.engine=sglang"
-        )
+    if not ours and module._supports_sdpa:
+        module.set_attn_implementation("sdpa")
     return module.eval().requires_grad_(False)
 
 
+def _cache_name(module: PreTrainedModel) -> str:
+    """The argument of the forward that takes a cache of transformers'."""
+    taken = inspect.signature(module.forward).parameters
+    for name in ("past_key_values", "cache_params"):
+        if name in taken:
+            return name
+    raise InputError(
+        f"rollout.engine=torch: {module.config.model_type} takes none of transformers' caches; use "
+        "rollout.engine=sglang"
+    )
+
+
 def _fill_buffers(
-    module: PreTrainedModel, device: torch.device, stored: Mapping[str, Tensor]
+    module: PreTrainedModel, device: torch.device, trained: Mapping[str, Tensor]
 ) -> None:
     """Those of the checkpoint are copied; rotary tables and the like are what the model's own
-    initialisation makes of them."""
+    initialisation makes of them, or the trainer's where that knows nothing of them."""
     computed = non_persistent_buffers(module)
     for name in dict(module.named_buffers()):
-        owner_name, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(owner_name)
+        owner, leaf = _owner(module, name)
         buffer = torch.empty_like(owner.get_buffer(leaf), device=device)
-        if name in stored and name not in computed:
-            dtype = torch.float32 if _stays_float32(module, name) else buffer.dtype
-            buffer = stored[name].to(device, dtype, copy=True)
-        elif buffer.is_floating_point():
-            buffer.fill_(torch.nan)
-        owner._buffers[leaf] = buffer
+        owner._buffers[leaf] = buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer
     for owner_name in {name.rpartition(".")[0] for name in computed}:
         module._init_weights(module.get_submodule(owner_name))
-    for name, buffer in module.named_buffers():
-        if name in stored and name not in computed:
+    for name, buffer in dict(module.named_buffers()).items():
+        if name in computed and buffer.is_floating_point() and not buffer.isnan().any():
             continue
-        if name not in computed or not buffer.is_floating_point() or buffer.isnan().any():
+        if name not in trained:
             raise InputError(
                 f"rollout.engine=torch cannot make the buffer {name} of "
                 f"{module.config.model_type}; use rollout.engine=sglang"
             )
+        dtype = torch.float32 if _stays_float32(module, name) else buffer.dtype
+        owner, leaf = _owner(module, name)
+        owner._buffers[leaf] = trained[name].to(device, dtype, copy=True)
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner, _, leaf = name.rpartition(".")
+    return module.get_submodule(owner), leaf
 
 
 def _stays_float32(module: PreTrainedModel, name: str) -> bool:
@@ -205,20 +256,27 @@ def _output_head(module: PreTrainedModel) -> nn.Module:
     return head
 
 
-def _parallelize(module: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """DTensor placement of the base model's linear layers and of an untied head."""
-    config: Any = module.config
+def split_problem(config: Any, num_ranks: int) -> str | None:
+    """Why a model cannot be split over T = num_ranks > 1 ranks."""
     if config.model_type not in FAMILIES:
-        raise InputError(
+        return (
             f"rollout.engine=torch splits {', '.join(FAMILIES)} over ranks, not "
             f"{config.model_type}: set rollout.tensor_model_parallel_size=1"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % mesh.size():
-            raise InputError(
-                f"rollout.tensor_model_parallel_size = {mesh.size()} must divide the model's "
+        if getattr(config, name) % num_ranks:
+            return (
+                f"rollout.tensor_model_parallel_size = {num_ranks} must divide the model's "
                 f"{name} = {getattr(config, name)} with rollout.engine=torch"
             )
+    return None
+
+
+def _parallelize(module: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """DTensor placement of the base model's linear layers and of an untied head."""
+    if problem := split_problem(module.config, mesh.size()):
+        raise InputError(problem)
+    config: Any = module.config
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     for name, part in module.base_model.named_modules():
         for pattern, kind in config.base_model_tp_plan.items():

@@ -312,7 +312,7 @@ def test_a_padding_id_outside_of_the_vocabulary_is_left_out(tmp_path):
         ("gemma3_text", {"use_bidirectional_attention": True}, "not causal"),
         ("mamba", {}, "layers of type linear_attention"),
         ("rwkv", {}, "state from token to token"),
-        ("gpt_oss", {"num_local_experts": 2}, "sinks"),
+        ("gpt_oss", {"num_local_experts": 2}, None),
         ("bloom", {}, "AttentionInterface"),
         ("llama", {}, None),
         ("mistral", {}, None),
@@ -324,7 +324,7 @@ def test_the_reason_against_packing_is_named(model_type, extra, reason):
 
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | extra))
-    obstacle = packing_obstacle(module)
+    obstacle = packing_obstacle(module, compared=False)
     assert obstacle is None if reason is None else reason in str(obstacle)
 
 

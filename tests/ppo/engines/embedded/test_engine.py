@@ -26,6 +26,7 @@ from ppo.config import RolloutConfig
 from ppo.engines.contract import Engine, Request, SamplingParams
 from ppo.engines.embedded.engine import Slices, TorchEngine
 from ppo.engines.embedded.generation import Generation
+from ppo.engines.embedded.kv_cache import KVCache
 from ppo.engines.embedded.sampling import sample, uniforms
 from ppo.engines.embedded.stop_text import StopText
 from ppo.models.tiny import build_tiny_tokenizer
@@ -377,12 +378,26 @@ def test_sampling_options_out_of_range_are_all_named():
         SamplingParams(temperature=-1, top_p=0, top_k=0, max_new_tokens=0)
 
 
-def test_a_model_whose_layers_have_no_cache_here_is_refused(mesh):
-    config = Qwen2Config(**SIZES, layer_types=["full_attention", "linear_attention"])
-    with pytest.raises(ValueError, match=r"no cache for the linear_attention layers of qwen2"):
-        module: Any = nn.Linear(64, 512)
-        module.config, module.get_output_embeddings = config, lambda: module
-        make_engine(mesh, module)
+@pytest.mark.parametrize("kind", ["transformers", "none"])
+def test_transformers_caches_and_none_give_the_samples_of_the_own_one(
+    mesh, reference, engine, kind
+):
+    rollout = RolloutConfig(
+        dtype="float32", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64
+    )
+    other = TorchEngine(reference, mesh, build_tiny_tokenizer(), rollout, cache=kind)
+    drive(other.wake())
+    # Prompts of one length, several rows of a prompt, rows that end early and others that wait.
+    requests = [
+        Request(10 * i + s, list(range(i, i + n)), max_new_tokens=2 + (i + 3 * s) % 6)
+        for s in range(3)
+        for i, n in enumerate((4, 9, 4, 1))
+    ]
+    params = SamplingParams(max_new_tokens=8, seed=5)
+    for got, want in zip(run(other, requests, params), run(engine, requests, params), strict=True):
+        assert (got.response_ids, got.finish_reason) == (want.response_ids, want.finish_reason)
+        assert got.logprobs == pytest.approx(want.logprobs, abs=1e-5)
+    other.close()
 
 
 def test_weights_and_cache_are_given_back(mesh, reference):
@@ -393,6 +408,7 @@ def test_weights_and_cache_are_given_back(mesh, reference):
     next(work)
     assert engine._generation is not None
     cache = engine._generation.cache
+    assert isinstance(cache, KVCache)
     assert cache.num_bytes == 2 * 2 * 4 * 4 * 128 * 8 * 4  # k and v, layers, rows, heads, ...
     engine.release()
     assert cache.num_bytes == 0 and weight() is None

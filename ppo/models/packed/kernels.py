@@ -1,70 +1,27 @@
-"""Causal attention over packed documents, as a function of transformers' AttentionInterface.
+"""Kernels of causal attention over packed documents, and which one a device and a setting take.
 
-Owns the choice of kernel and the bounds of documents. One `Documents` object travels through the
-backbone's keyword arguments to every layer, so that no state is global. Must not know models,
-losses or how rows were packed.
+Must not know transformers, ranks or models.
 
-Layout inside: query [N, h, d], key and value [N, k, d] with the documents one after another.
+Layout: query [N, h, d], key and value [N, k, d] with the documents one after another.
 """
 
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ppo.errors import InputError
-from sharding.ulysses import gather_heads, scatter_heads
-
-ATTENTION_NAME = "packed_documents"
-"""name under which transformers finds `packed_attention`"""
+from ppo.models.packed.attention import Documents, Kernel
+from ppo.models.packed.sinks import FlashKernel, attend_with_sinks
 
 # Rows of queries whose scores exist at a time where no kernel does the work (window, softcap).
 QUERY_BLOCK = 256
-
-Kernel = Callable[..., Tensor]
-"""f(query, key, value, documents, *, scale, window, softcap) -> [N, h, d]"""
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Where documents start and end in the row that attention sees, and how they are attended."""
-
-    lengths: tuple[int, ...]
-    """tokens of each document of the whole row (over all sp ranks)"""
-    bounds: Tensor
-    """[D + 1] int32 on the device: cumulative lengths"""
-    kernel: Kernel
-    sp_group: dist.ProcessGroup | None = None
-    """the ranks that hold one slice of the row each; None = this rank holds the row"""
-
-
-def register() -> None:
-    """Make `packed_attention` known to transformers; may be called any number of times."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, packed_attention)
-
-
-def make_documents(
-    cu_seqlens: Tensor,
-    device: torch.device,
-    kernel: Kernel,
-    sp_group: dist.ProcessGroup | None = None,
-) -> Documents:
-    """Documents from cumulative lengths [D + 1] on the host; nothing waits for the device."""
-    lengths = tuple(n for n in cu_seqlens.diff().tolist() if n)
-    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    if device.type == "cuda":
-        bounds = bounds.pin_memory().to(device, non_blocking=True)
-    return Documents(lengths, bounds, kernel, sp_group)
 
 
 def choose_kernel(implementation: str, device: torch.device) -> Kernel | None:
@@ -84,47 +41,6 @@ def choose_kernel(implementation: str, device: torch.device) -> Kernel | None:
     return None
 
 
-@torch.compiler.disable  # bounds and lengths are new in every micro-batch; it is a kernel already
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    documents: Documents | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention function: query [b, h, S, d] -> output [b, S, h, d].
-
-    Rows are packed documents or right-padded sequences: with causal attention no real token sees
-    the padding, so no mask is needed and none is taken.
-    Raises InputError for a family whose layers do not say where documents end, or mask by
-    themselves.
-    """
-    if documents is None or attention_mask is not None:
-        lacking = "where documents end" if documents is None else "its attention without a mask"
-        raise InputError(
-            f"{type(module).__name__} is not told {lacking}: set "
-            "model.attn_implementation=eager, with which sequences are padded"
-        )
-    assert dropout == 0.0, dropout
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # [n, h, d]
-    if documents.sp_group is not None:
-        q, k, v = scatter_heads(q, k, v, documents.sp_group)  # [sp * n, h / sp, d]
-    output = documents.kernel(
-        q, k, v, documents, scale=scale, window=sliding_window, softcap=softcap
-    )
-    if documents.sp_group is not None:
-        output = gather_heads(output, documents.sp_group)
-    return output.unflatten(0, (query.shape[0], -1)), None
-
-
 def varlen_kernel(
     query: Tensor,
     key: Tensor,
@@ -134,6 +50,7 @@ def varlen_kernel(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """torch.nn.attention.varlen where it can: CUDA, half precision, no softcap, heads of one size
     that is a multiple of 8 up to 256. Elsewhere each document alone."""
@@ -141,19 +58,28 @@ def varlen_kernel(
     fits = size <= 256 and size % 8 == 0 and size == value.shape[-1]
     if softcap is not None or not fits or query.dtype not in (torch.bfloat16, torch.float16):
         return sdpa_kernel(
-            query, key, value, documents, scale=scale, window=window, softcap=softcap
+            query, key, value, documents, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
-    from torch.nn.attention.varlen import varlen_attn
-
-    longest = max(documents.lengths)
-    options: dict[str, Any] = {"scale": scale, "window_size": _flash_window(window)}
-    if query.shape[1] != key.shape[1] and _must_ask_for_gqa():
-        options["enable_gqa"] = True
-    output = varlen_attn(
-        query, key, value, documents.bounds, documents.bounds, longest, longest, **options
-    )
+    gqa = query.shape[1] != key.shape[1]
+    if sinks is not None:
+        pair = varlen_pair(documents, scale=scale, window=window, gqa=gqa)
+        return attend_with_sinks(query, key, value, sinks, pair)
+    output = _varlen(documents, scale=scale, window=window, gqa=gqa)(query, key, value)
     assert isinstance(output, Tensor)
     return output
+
+
+def _varlen(
+    documents: Documents, *, scale: float, window: int | None, gqa: bool, **options: Any
+) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    """torch's varlen attention as a function of query, key and value."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options |= {"scale": scale, "window_size": _flash_window(window)}
+    if gqa and _must_ask_for_gqa():
+        options["enable_gqa"] = True
+    bounds = _varlen_bounds(documents)
+    return lambda query, key, value: varlen_attn(query, key, value, *bounds, **options)
 
 
 @cache
@@ -162,6 +88,31 @@ def _must_ask_for_gqa() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _varlen_bounds(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
+    longest = max(documents.lengths)
+    return documents.bounds, documents.bounds, longest, longest
+
+
+def varlen_pair(
+    documents: Documents, *, scale: float, window: int | None, gqa: bool
+) -> FlashKernel:
+    """Both passes of torch's varlen attention; it has no public name for the second."""
+    from torch.nn.attention.varlen import AuxRequest
+
+    aux = AuxRequest(lse=True)
+    forward = _varlen(documents, scale=scale, window=window, gqa=gqa, return_aux=aux)
+    bounds, sides = _varlen_bounds(documents), _flash_window(window)
+
+    def backward(*tensors: Tensor) -> Any:
+        unused = torch.zeros(2, dtype=torch.uint64, device=documents.bounds.device)  # of dropout
+        causal = sides == (-1, 0)  # as varlen_attn says it
+        return torch.ops.torch_attn._varlen_attn_backward(
+            *tensors, *bounds, causal, unused, scale, list(sides)
+        )
+
+    return FlashKernel(forward, backward)
 
 
 def flash_kernel(
@@ -173,8 +124,13 @@ def flash_kernel(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """The flash-attn package: CUDA, half precision, softcap included."""
+    """The flash-attn package: CUDA, half precision, softcap included. Sinks as `varlen_kernel`."""
+    if sinks is not None:
+        return varlen_kernel(
+            query, key, value, documents, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
     longest = max(documents.lengths)
     return _flash_function()(
         query,
@@ -217,6 +173,7 @@ def sdpa_kernel(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Each document alone; documents of one length share a call. No mask as large as a document."""
     lengths = documents.lengths
@@ -225,7 +182,9 @@ def sdpa_kernel(
     else:  # split, not slices: its backward is one concatenation
         split = (t.split(lengths) for t in (query, key, value))
         parts = [tuple(t[None] for t in part) for part in zip(*split, strict=True)]
-    outputs = [_attend(*part, scale=scale, window=window, softcap=softcap) for part in parts]
+    outputs = [
+        _attend(*part, scale=scale, window=window, softcap=softcap, sinks=sinks) for part in parts
+    ]
     return (
         torch.cat([o.flatten(0, 1) for o in outputs])
         if len(outputs) > 1
@@ -241,13 +200,14 @@ def _attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of documents of one length: [D, L, h, d] -> [D, L, h, d]."""
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # [D, h, L, d]
     length = q.shape[2]
     if window is not None and window >= length:
         window = None
-    if softcap is None and window is None:
+    if softcap is None and window is None and sinks is None:
         gqa = q.shape[1] != k.shape[1]
         output = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=gqa
@@ -263,6 +223,7 @@ def _attend(
             scale,
             window,
             softcap,
+            sinks,
             use_reentrant=False,
             preserve_rng_state=False,
         )
@@ -279,6 +240,7 @@ def _attend_block(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Queries [start, start + QUERY_BLOCK) against the keys that they may see: [D, h, block, d]."""
     stop = min(start + QUERY_BLOCK, q.shape[2])
@@ -290,12 +252,19 @@ def _attend_block(
         visible &= columns > rows - window
     q, k, v = q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop]
     gqa = q.shape[1] != k.shape[1]
-    if softcap is None:
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=visible, scale=scale, enable_gqa=gqa
         )
     repeats = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(repeats, 1) if repeats > 1 else t for t in (k, v))
-    scores = torch.tanh((q @ k.mT) * (scale / softcap)) * softcap  # [D, h, block, keys]
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=torch.float32)
-    return weights.to(q.dtype) @ v
+    scores = (q @ k.mT) * scale  # [D, h, block, keys]
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat(
+            [scores, sinks.to(q.dtype)[:, None, None].expand(*scores.shape[:-1], 1)], -1
+        )
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return weights[..., : k.shape[2]].to(q.dtype) @ v

@@ -8,15 +8,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ppo.logprobs.blocks import product
-from ppo.models.attention import (
+from ppo.models.packed.attention import Documents, make_documents, packed_attention
+from ppo.models.packed.kernels import (
     QUERY_BLOCK,
-    Documents,
     choose_kernel,
-    make_documents,
-    packed_attention,
     sdpa_kernel,
     varlen_kernel,
+    varlen_pair,
 )
+from ppo.models.packed.sinks import FlashKernel, attend_with_sinks
 from tests.peak_memory import PeakTracker
 
 CPU = torch.device("cpu")
@@ -31,9 +31,17 @@ def random_qkv(tokens: int, *, heads=4, kv_heads=2, dim=6, value_dim=6, dtype=to
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float, window: Any, softcap: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    scale: float,
+    window: Any,
+    softcap: Any,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """[N, h, e]: every pair of tokens scored, then all but the visible ones masked."""
+    """[N, h, e]: every pair of tokens scored, then all but the visible ones masked. A sink is one
+    more key, seen by all, whose value is 0."""
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     i, j = torch.arange(len(q))[:, None], torch.arange(len(q))
     visible = (document[:, None] == document) & (j <= i) & (i - j < (window or len(q)))
@@ -41,7 +49,11 @@ def dense(
     scores = torch.einsum("ihd,jhd->hij", q, k) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    return torch.einsum("hij,jhe->ihe", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+        v = torch.cat([v, torch.zeros_like(v[:1])])
+    return torch.einsum("hij,jhe->ihe", scores.softmax(-1), v)
 
 
 def bounds(lengths: list[int]) -> Tensor:
@@ -55,14 +67,49 @@ def test_each_document_is_attended_alone(lengths, window, softcap):
     q, k, v = random_qkv(sum(lengths))
     documents = make_documents(bounds(lengths), CPU, sdpa_kernel)
     got = sdpa_kernel(q, k, v, documents, scale=0.3, window=window, softcap=softcap)
-    want = dense(q, k, v, lengths, 0.3, window, softcap)
+    assert_equal_with_gradients(got, dense(q, k, v, lengths, 0.3, window, softcap), (q, k, v))
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (4, 2.0)])
+def test_a_sink_takes_its_share_of_each_document_and_has_its_gradient(window, softcap):
+    lengths = [5, 1, 17, 3, 5]
+    q, k, v = random_qkv(sum(lengths))
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    documents = make_documents(bounds(lengths), CPU, sdpa_kernel)
+    got = sdpa_kernel(q, k, v, documents, scale=0.3, window=window, softcap=softcap, sinks=sinks)
+    want = dense(q, k, v, lengths, 0.3, window, softcap, sinks)
+    assert_equal_with_gradients(got, want, (q, k, v, sinks))
+
+
+def test_a_flash_kernel_that_knows_no_sinks_gives_their_output_and_gradients():
+    q, k, v = random_qkv(9, kv_heads=4)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    aten = torch.ops.aten
+    causal, rows = (0.0, True), lambda t: t.transpose(0, 1)[None]  # [1, h, N, d]
+
+    def forward(*qkv: Tensor) -> tuple[Tensor, Tensor]:
+        output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+            *map(rows, qkv), *causal, scale=0.3
+        )
+        return output[0].transpose(0, 1), logsumexp[0]
+
+    def backward(*tensors: Tensor) -> tuple[Tensor, ...]:
+        *parts, logsumexp = tensors
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *map(rows, parts), logsumexp[None], *causal, scale=0.3
+        )
+        return tuple(grad[0].transpose(0, 1) for grad in grads)
+
+    got = attend_with_sinks(q, k, v, sinks, FlashKernel(forward, backward))
+    want = dense(q, k, v, [9], 0.3, None, None, sinks)
+    assert_equal_with_gradients(got, want, (q, k, v, sinks))
+
+
+def assert_equal_with_gradients(got: Tensor, want: Tensor, inputs: tuple[Tensor, ...]) -> None:
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     up = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for a, b in zip(
-        torch.autograd.grad(got, (q, k, v), up),
-        torch.autograd.grad(want, (q, k, v), up),
-        strict=True,
-    ):
+    found = torch.autograd.grad(got, inputs, up)
+    for a, b in zip(found, torch.autograd.grad(want, inputs, up), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
@@ -79,7 +126,7 @@ def test_padding_after_a_sequence_changes_nothing_for_its_tokens():
     rows = [t.detach().clone().unflatten(0, (2, 6)).transpose(1, 2) for t in (q, k, v)]
     rows[1][0, :, 4:] = rows[2][0, :, 4:] = 1e6  # what lies at padded places is not seen
     documents = make_documents(torch.tensor([0, 6, 12]), CPU, sdpa_kernel)
-    got, _ = packed_attention(
+    got, _ = packed_attention(  # pyright: ignore[reportCallIssue]
         torch.nn.Module(), rows[0], rows[1], rows[2], None, documents=documents, scaling=0.5
     )
     want = dense(q[:4], k[:4], v[:4], [4], 0.5, None, None)
@@ -119,8 +166,14 @@ def test_the_kernel_of_a_gpu_is_called_as_this_torch_takes_it(kv_heads, window):
             for heads in (4, kv_heads, kv_heads)
         )
         documents = Documents((8, 12), torch.empty(3, dtype=torch.int32), varlen_kernel)
-        got = varlen_kernel(q, k, v, documents, scale=0.125, window=window, softcap=None)
+        options: dict[str, Any] = {"scale": 0.125, "window": window, "softcap": None}
+        got = varlen_kernel(q, k, v, documents, **options)
         assert got.shape == q.shape and got.dtype == q.dtype
+        got = varlen_kernel(q, k, v, documents, **options, sinks=torch.empty_like(q[0, :, 0]))
+        assert got.shape == q.shape and got.dtype == q.dtype
+        pair = varlen_pair(documents, scale=0.125, window=window, gqa=kv_heads != 4)
+        grads = pair.backward(got, q, k, v, *pair.forward(q, k, v))
+        assert [(g.shape, g.dtype) for g in grads] == [(t.shape, t.dtype) for t in (q, k, v)]
         assert product(q[:, 0], q[:, 0].t()).dtype == torch.float32
 
 
@@ -158,6 +211,23 @@ def test_packed_attention_on_a_gpu_equals_a_dense_softmax(dim, value_dim, window
     for a, b in zip((got, *grads), (want, *want_grads), strict=True):
         assert a.dtype == dtype
         assert (a.double().cpu() - b).norm() <= limit * b.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 4])
+def test_sinks_on_a_gpu_equal_one_more_key_in_a_dense_softmax(window):
+    lengths, device = [5, 1, 300, 17], torch.device("cuda", 0)
+    documents = make_documents(bounds(lengths), device, varlen_kernel)
+    values = [*random_qkv(sum(lengths), dim=64, value_dim=64), torch.tensor([0.5, -1.0, 2.0, 0.0])]
+    rounded = [t.detach().to(torch.bfloat16) for t in values]
+    q, k, v, sinks = (t.to(device).requires_grad_() for t in rounded)
+    exact = [t.double().requires_grad_() for t in rounded]
+    got = varlen_kernel(q, k, v, documents, scale=0.125, window=window, softcap=None, sinks=sinks)
+    want = dense(exact[0], exact[1], exact[2], lengths, 0.125, window, None, exact[3])
+    up = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    grads = torch.autograd.grad(got, (q, k, v, sinks), up.to(device, torch.bfloat16))
+    for a, b in zip((got, *grads), (want, *torch.autograd.grad(want, exact, up)), strict=True):
+        assert (a.double().cpu() - b).norm() <= 3e-2 * b.norm()
 
 
 @pytest.mark.gpu

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ppo.models.attention import Kernel, make_documents, sdpa_kernel, varlen_kernel
+from ppo.models.packed.attention import Kernel, make_documents
+from ppo.models.packed.kernels import sdpa_kernel, varlen_kernel
 from sharding.agree import gather
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Heads(NamedTuple):
     num_kv: int
     size: int
     window: int | None
+    sinks: bool = False
 
     @property
     def fits(self) -> bool:
@@ -111,10 +113,11 @@ def error_of(kernel: Kernel, heads: Heads, device: torch.device) -> float:
         for number in (heads.num, heads.num_kv, heads.num_kv, heads.num)
     ]
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
+    sinks = torch.linspace(-1, 1, heads.num, device=device) if heads.sinks else None
     worst = 0.0
     for window in dict.fromkeys((None, heads.window)):
-        got = _results(kernel, rounded, bounds, window)
-        want = _results(sdpa_kernel, [t.float() for t in rounded], bounds, window)
+        got = _results(kernel, rounded, bounds, window, sinks)
+        want = _results(sdpa_kernel, [t.float() for t in rounded], bounds, window, sinks)
         for a, b in zip(got, want, strict=True):
             error = ((a.float() - b).norm() / b.norm()).item()
             worst = error if not error <= worst else worst
@@ -122,10 +125,15 @@ def error_of(kernel: Kernel, heads: Heads, device: torch.device) -> float:
 
 
 def _results(
-    kernel: Kernel, tensors: Sequence[Tensor], bounds: Tensor, window: int | None
+    kernel: Kernel,
+    tensors: Sequence[Tensor],
+    bounds: Tensor,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> list[Tensor]:
     """Output, and gradients of query, key and value."""
     q, k, v = (t.detach().clone().requires_grad_() for t in tensors[:3])
     documents = make_documents(bounds, q.device, kernel)
-    output = kernel(q, k, v, documents, scale=q.shape[-1] ** -0.5, window=window, softcap=None)
+    scale = q.shape[-1] ** -0.5
+    output = kernel(q, k, v, documents, scale=scale, window=window, softcap=None, sinks=sinks)
     return [output.detach(), *torch.autograd.grad(output, (q, k, v), tensors[3])]

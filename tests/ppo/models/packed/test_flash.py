@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from ppo.models.attention import sdpa_kernel
-from ppo.models.flash import SPARE, Heads, choose, error_of, use_fastest_flash, wrong
+from ppo.models.packed.flash import SPARE, Heads, choose, error_of, use_fastest_flash, wrong
+from ppo.models.packed.kernels import sdpa_kernel
 from sharding.groups import world
 from sharding.mesh import init_distributed
 
@@ -29,6 +29,13 @@ def test_rounding_is_no_error_and_a_wrong_gradient_or_window_is():
     assert error_of(scaled, HEADS, CPU) > SPARE * exact
     assert error_of(blind, HEADS, CPU) == exact
     assert error_of(blind, HEADS._replace(window=4), CPU) > 0.1
+
+    def drained(q: Any, k: Any, v: Any, documents: Any, **options: Any) -> Any:
+        options["sinks"] = None
+        return sdpa_kernel(q, k, v, documents, **options)
+
+    assert error_of(sdpa_kernel, HEADS._replace(sinks=True), CPU) < 1e-2
+    assert error_of(drained, HEADS._replace(sinks=True), CPU) > 0.1
 
 
 def test_what_is_not_a_number_is_wrong_and_so_is_more_than_the_limit():
@@ -60,7 +67,7 @@ def test_the_first_without_a_problem_is_used_and_others_are_undone(problems, cho
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 def test_what_is_active_on_a_gpu_is_as_exact_as_flash_attention_2():
-    from ppo.models.attention import varlen_kernel
+    from ppo.models.packed.kernels import varlen_kernel
 
     device, heads = torch.device("cuda", 0), Heads(8, 2, 128, 64)
     before = error_of(varlen_kernel, heads, device)
