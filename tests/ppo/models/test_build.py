@@ -250,9 +250,9 @@ def test_names_that_transformers_looks_up_by_class_survive_sharding(tmp_path, fa
     ],
 )
 def test_a_critic_of_a_family_without_a_classifier_is_exported_and_judges(tmp_path, family):
-    noise = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    noise = (noise if family == "afmoe" else {}) | {"attention_dropout": 0.5}
-    folder = save_model(tmp_path / family, family, **noise)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    noise: dict[str, Any] = experts if family == "afmoe" else {}
+    folder = save_model(tmp_path / family, family, **noise, attention_dropout=0.5)
     inputs = packed_inputs(random_documents([5, 9]))
     del inputs["labels"]
     with init_distributed(torch.device("cpu")), torch.no_grad():
