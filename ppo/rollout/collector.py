@@ -70,7 +70,8 @@ class Collector:
             for name, value in found.items():
                 metrics.add(name, value, 1)
             if self.probe is not None:
-                self.run.drive(self.probe.ask(self.engine))
+                together = self.engine.generates_together
+                self.run.drive(self.probe.ask(self.engine), holds_collectives=together)
             yield
         except StopRequested:
             self._release(metrics)
