@@ -37,7 +37,6 @@ class NotBuilt(NamedTuple):
 
 NOT_BUILT = {
     "model.checkpoint_policy": NotBuilt("full"),
-    "model.use_liger": NotBuilt("false"),
     "actor.tensor_parallel_size": NotBuilt("1", "use actor.ulysses_sequence_parallel_size"),
     "actor.expert_parallel_size": NotBuilt("1"),
     "actor.router_aux_loss_coef": NotBuilt("0"),

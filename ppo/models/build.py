@@ -28,6 +28,7 @@ from ppo.models.forward import (
     values,
 )
 from ppo.models.hf_config import load_hf_config, load_whole_config
+from ppo.models.liger import use_liger
 from ppo.models.lora import attach, fill
 from ppo.models.verify import examine
 from ppo.models.weights import (
@@ -83,6 +84,8 @@ def build_causal_lm(
     hf_config, whole = load_hf_config(path, model_config), open_whole(path, model_config)
     module = _on_meta(path, hf_config, model_config, dtype)
     findings = _findings(module, hf_config, whole, mesh, model_config)
+    if model_config.use_liger:
+        use_liger(module, mesh.device)
     _replace(module, findings, mesh, model_config, label_logprobs, num_ids)
     remember_names(module, whole)
     attach(module, lora, path)
@@ -141,6 +144,8 @@ def build_value_model(
     trained = torch.float32 if lora else dtype
     module.score = nn.Linear(head.in_features, 1, bias=False, device="meta", dtype=trained)
     module.config.num_labels = 1  # so that an export loads as a sequence classifier
+    if model_config.use_liger:
+        use_liger(module, mesh.device)
     _replace(module, findings, mesh, model_config, values)
     remember_names(module, whole)
     attach(module, lora, path, value_head="score")

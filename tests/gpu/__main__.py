@@ -33,7 +33,7 @@ from tests.gpu.agreement import compare_devices
 from tests.gpu.iteration import measure_iteration
 from tests.gpu.kernels import measure_generation, measure_head, run_gpu_tests
 from tests.gpu.parts import Options, Part, Result, Row, run_part
-from tests.gpu.updates import count_syncs, measure_updates
+from tests.gpu.updates import count_syncs, measure_compiled, measure_updates
 
 
 def describe_machine(options: Options) -> Iterator[Row]:
@@ -50,14 +50,15 @@ def describe_machine(options: Options) -> Iterator[Row]:
 
 
 PARTS = [
-    Part("machine", describe_machine, 30),
-    Part("tests", run_gpu_tests, 110),
-    Part("agreement", compare_devices, 45),
-    Part("updates", measure_updates, 110),
-    Part("head", measure_head, 25),
-    Part("generation", measure_generation, 45),
-    Part("iteration", measure_iteration, 70),
-    Part("syncs", count_syncs, 30),
+    Part("machine", describe_machine, 15),
+    Part("tests", run_gpu_tests, 100),
+    Part("agreement", compare_devices, 40),
+    Part("updates", measure_updates, 100),
+    Part("head", measure_head, 20),
+    Part("generation", measure_generation, 40),
+    Part("iteration", measure_iteration, 60),
+    Part("syncs", count_syncs, 25),
+    Part("compiled", measure_compiled, 75),
 ]
 
 

@@ -33,11 +33,11 @@ def model_folder(name: str, base: Path, device: torch.device) -> Path:
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    _tokenizer(sizes["vocab_size"]).save_pretrained(folder)
+    tokenizer_of(sizes["vocab_size"]).save_pretrained(folder)
     return folder
 
 
-def _tokenizer(vocab_size: int) -> Any:
+def tokenizer_of(vocab_size: int) -> Any:
     """Bytes, the special tokens of the tiny model, and words that no text holds."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

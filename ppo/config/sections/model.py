@@ -71,6 +71,9 @@ class ModelConfig(Section):
     """layers = torch compiles the layers of each model when they first run, in a minute or two, and
     their small operations become few kernels; log-probs with and without gradients are then equal
     up to rounding, and so is the first ratio 1. Where that fails they run as they are"""
+    use_liger: bool = False
+    """on CUDA, RMSNorm, SwiGLU and rotary positions by the package liger-kernel, which has to be
+    installed, in the families that it knows"""
     use_remove_padding: bool = True
     """pack sequences into one row instead of padding them"""
     verify_forward: MayChange[bool] = True

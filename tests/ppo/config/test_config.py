@@ -193,9 +193,9 @@ def test_a_key_of_another_trainer_says_what_replaces_it(path, advice):
 
 
 def test_a_key_of_another_trainer_whose_feature_is_missing_says_so():
-    (found,) = problems("actor_rollout_ref.model.use_liger=true")
+    (found,) = problems("actor_rollout_ref.actor.router_replay=rollout")
     assert "not built yet" in found
-    load("actor_rollout_ref.model.use_liger=false")  # asks for nothing
+    load("actor_rollout_ref.actor.router_replay=off")  # asks for nothing
 
 
 @pytest.mark.parametrize(
