@@ -1,6 +1,7 @@
 """Which part of an iteration is traced; tests/test_train.py has a run with it."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -9,7 +10,7 @@ from ppo.tracking.trace import read_events
 
 
 def test_a_window_ends_with_the_first_step_of_the_optimizer(tmp_path):
-    here = SimpleNamespace(rank=3, device=torch.device("cpu"))
+    here: Any = SimpleNamespace(rank=3, device=torch.device("cpu"))
     layer = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     profiler = StepProfiler(tmp_path, [2], here)
@@ -30,7 +31,7 @@ def test_a_window_ends_with_the_first_step_of_the_optimizer(tmp_path):
 
 
 def test_a_window_without_an_optimizer_step_ends_with_its_block(tmp_path):
-    here = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    here: Any = SimpleNamespace(rank=0, device=torch.device("cpu"))
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
     profiler = StepProfiler(tmp_path, [1], here)
     with profiler.window(1, optimizer):
