@@ -70,7 +70,7 @@ def _lost_and_hung(rank: int, world_size: int, folder: str) -> list[int]:
             host(session).process.kill()
             host(session).process.wait()
             work = generate(session.engine, [Request(0, [5])], SamplingParams(max_new_tokens=2))
-            seconds = fails(work, "rank 0: the SGLang engine", "engine_0000.log", "Decode batch")
+            seconds = fails(work, "rank 0: the SGLang engine", "engine_0000.log", "Prefill batch")
         else:
             os.kill(schedulers(session)[0], signal.SIGSTOP)
             seconds = fails(work, "rank 1: the SGLang engine made no progress for 20 s")
