@@ -1,10 +1,10 @@
 """What each setting that saves memory costs in time: one update of the actor.
 
-    python -m tests.benchmarks.bench_memory [--layers 6] [--tokens 2048] [--repeats 2]
+    python -m tests.benchmarks.bench_memory [--layers 6] [--tokens 2048] [--repeats 3]
 
 Two micro-batches through a model in SmolLM2-135M's width (float32, one document each, of which the
 last quarter is scored), clipping and one AdamW step. Seconds are of this process's cores, the
-fastest of the repeats; MiB are the peak of live tensors, weights and moments included. With the
+fastest of the repeats, taken in turns; MiB are the peak of live tensors, weights and moments included. With the
 optimizer on the host a CPU pretends to be a device (tests/fake_device.py), and what lies in host
 memory is not counted.
 """
@@ -13,6 +13,7 @@ import argparse
 import sys
 import tempfile
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ppo.config import FsdpConfig, MixedPrecisionConfig, ModelConfig, OptimConfi
 from ppo.models.build import build_causal_lm
 from ppo.models.learner import Learner, make_optimizer
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
-from tests.benchmarks.measure import save_smollm2_shape, seconds
+from tests.benchmarks.measure import fastest, save_smollm2_shape
 from tests.fake_device import fake_device
 from tests.peak_memory import PeakTracker
 
@@ -82,24 +83,22 @@ def update(learner: Learner, tokens: int) -> None:
         learner.step()
 
 
-def measure(
-    folder: Path, mesh: Mesh, tokens: int, repeats: int, setting: dict[str, Any]
-) -> tuple[float, float]:
-    """(seconds, MiB) of an update that is not the first."""
-    pretends = setting.get("on_host") and mesh.device.type == "cpu"
-    with fake_device() if pretends else nullcontext():
-        learner = make_learner(folder, mesh, **setting)
-        update(learner, 16)
-        state = [x for s in learner.optimizer.state.values() for x in s.values()]
-        with PeakTracker(mesh.device) as tracker:
-            tracker.watch([*learner.module.parameters(), *([] if pretends else state)])
-            update(learner, tokens)
-        taken = [seconds(lambda: update(learner, tokens), mesh.device) for _ in range(repeats)]
-    return min(taken), tracker.peak_bytes / 2**20
+def pretends(setting: dict[str, Any], device: torch.device) -> bool:
+    """Whether a CPU takes the part of a device, so that something can leave it."""
+    return bool(setting.get("on_host")) and device.type == "cpu"
+
+
+def mib(learner: Learner, tokens: int, *, leaves: bool) -> float:
+    """Peak of an update that is not the first; `leaves`: moments are on the host."""
+    state = [x for s in learner.optimizer.state.values() for x in s.values()]
+    with PeakTracker(learner.device) as tracker:
+        tracker.watch([*learner.module.parameters(), *([] if leaves else state)])
+        update(learner, tokens)
+    return tracker.peak_bytes / 2**20
 
 
 def main() -> None:
-    """Print a table in Markdown, row by row."""
+    """Print a table in Markdown."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.bench_memory",
         description=__doc__,
@@ -107,25 +106,30 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sys.stdout.write(
-        "| Setting | seconds | time | MiB | memory |\n| --- | --: | --: | --: | --: |\n"
-    )
+    works, peaks = {}, {}
     with init_distributed(device), tempfile.TemporaryDirectory() as name:
         folder = save_smollm2_shape(Path(name), layers=args.layers)
         mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), device)
-        first: tuple[float, float] | None = None
         for label, setting in SETTINGS.items():
-            found = measure(folder, mesh, args.tokens, args.repeats, setting)
-            first = first or found
-            sys.stdout.write(
-                f"| `{label}` | {found[0]:.1f} | {found[0] / first[0]:.2f} | {found[1]:.0f} "
-                f"| {found[1] / first[1]:.2f} |\n"
-            )
-            sys.stdout.flush()
+            leaves = pretends(setting, device)
+            with fake_device() if leaves else nullcontext():
+                learner = make_learner(folder, mesh, **setting)
+                update(learner, 16)
+                peaks[label] = mib(learner, args.tokens, leaves=leaves)
+            works[label] = partial(update, learner, args.tokens)
+        times = fastest(works, device, args.repeats)
+    first = next(iter(SETTINGS))
+    sys.stdout.write("| Setting | seconds | time | MiB | memory |\n")
+    sys.stdout.write("| --- | --: | --: | --: | --: |\n")
+    for label in SETTINGS:
+        sys.stdout.write(
+            f"| `{label}` | {times[label]:.1f} | {times[label] / times[first]:.2f} "
+            f"| {peaks[label]:.0f} | {peaks[label] / peaks[first]:.2f} |\n"
+        )
 
 
 if __name__ == "__main__":

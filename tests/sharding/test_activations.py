@@ -99,6 +99,34 @@ def test_adapters_train_on_what_is_kept_beside_them():
     assert again["mm"] - once["mm"] <= 3 * 7  # B x of each adapter: less work than memory
 
 
+def test_a_layer_that_draws_draws_the_same_again_and_others_leave_the_generators_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    state = torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: asked.append(1) or state())
+    found = []
+    for recomputes in (False, True):
+        model = tiny_llama()
+        add_adapters(model, ["model.layers.1.mlp.up_proj"], rank=2, scale=0.5, dropout=0.5,
+                     description={})  # fmt: skip
+        for name, p in model.named_parameters():
+            nn.init.normal_(p, std=0.1) if name.endswith(("lora_A", "lora_B")) else None
+        if recomputes:
+            block_mlps(model, 5, draws=True)
+            checkpoint_activations(model, draws=True)
+        torch.manual_seed(7)
+        token_loss(model, tokens_of(0)).backward()
+        found.append([cast(Tensor, p.grad) for p in model.parameters()])
+    assert asked and all(torch.equal(p, q) for p, q in zip(*found, strict=True))
+    asked.clear()
+    model = tiny_llama()
+    block_mlps(model, 2)
+    checkpoint_activations(model, selective=True)
+    token_loss(model, tokens_of(1)).backward()
+    assert not asked
+
+
 def test_a_layer_without_an_mlp_cannot_run_it_in_blocks():
     model = tiny_llama()
     layer: Any = model.model.layers[1]
