@@ -4,9 +4,9 @@
 
 Two micro-batches through a model in SmolLM2-135M's width (float32, one document each, of which the
 last quarter is scored), clipping and one AdamW step. Seconds are of this process's cores, the
-fastest of the repeats, taken in turns; MiB are the peak of live tensors, weights and moments included. With the
-optimizer on the host a CPU pretends to be a device (tests/fake_device.py), and what lies in host
-memory is not counted.
+fastest of the repeats, taken in turns; MiB are the peak of live tensors, weights and moments
+included. With the optimizer on the host a CPU pretends to be a device (tests/fake_device.py), and
+what lies in host memory is not counted.
 """
 
 import argparse
