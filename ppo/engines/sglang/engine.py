@@ -93,6 +93,7 @@ class SGLangEngine:
             device_bytes=sglang_args.device_bytes(mesh.device, mesh.dims.ranks_per_node),
             on_cpu=mesh.device.type == "cpu",
         )
+        self.most_sequences = self._memory.cache.sequences
         on_cuda = mesh.device.type == "cuda"
         self.process = self.rollout.engine_process_kind(cuda=on_cuda)
         settings = sglang_args.settings(
@@ -113,9 +114,7 @@ class SGLangEngine:
             mesh,
             num_ids=self._num_ids,
             dtype=getattr(torch, self.rollout.dtype),
-            bucket_mib=fit_shared_memory(bucket_mib, mesh)
-            if self.process == "host"
-            else bucket_mib,
+            bucket_mib=bucket_mib,
         )
         if not on_cuda:
             logger.info("SGLang on a CPU: functional, not fast (launch/cpu_engine/README.md)")
@@ -137,11 +136,6 @@ class SGLangEngine:
             self.executor = RankExecutor(settings, self.mesh, **options, give_up=give_up)
 
         self._agree(build)
-
-    @property
-    def most_sequences(self) -> int:
-        """By the KV cache, where rollout.max_num_seqs does not say."""
-        return self._memory.cache.sequences
 
     def start(self) -> Generator[None, None, None]:
         """Wait on the leaders until the engine is up; check its KV cache, release its memory."""
@@ -180,7 +174,7 @@ class SGLangEngine:
         loaded()
         if not self.rollout.free_cache_engine:  # release has emptied the prefix cache otherwise
             self._agree(self.executor.flush)
-        self._resume(KV_CACHE, self._memory.kv_bytes)
+        self._resume(KV_CACHE, self._memory.cache.bytes)
         self._state = EngineState.AWAKE
         yield
         return metrics

@@ -99,7 +99,7 @@ def start_scheduler(arguments: dict[str, Any], *, tp_rank: int, gpu_id: int) -> 
     load_plugins()
     server_args = ServerArgs(**arguments)
     # read once from the environment, by the first engine of this process
-    sampler.SYNC_TOKEN_IDS_ACROSS_TP = server_args.tp_size > 1
+    sampler.SYNC_TOKEN_IDS_ACROSS_TP = arguments["tp_size"] > 1
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=tp_rank, gpu_id=gpu_id))
     ports: dict[str, Any] = dict.fromkeys(PortArgs.__dataclass_fields__, "")
     ports |= {"nccl_port": 0, "tokenizer_worker_ipc_name": None, "decoupled_spec_ipc_config": None}

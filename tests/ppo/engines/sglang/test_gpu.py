@@ -111,7 +111,7 @@ def _session(rank: int, tp: int, folder: str, enforce_eager: bool, device: torch
     engine = SGLangEngine(config, mesh, module, model_path=folder, log_dir=logs)
     try:
         drive(engine.start())  # fails if the KV cache is smaller than asked
-        asked = engine._memory.weight_bytes + engine._memory.kv_bytes
+        asked = engine._memory.weight_bytes + engine._memory.cache.bytes
         total = torch.cuda.get_device_properties(device).total_memory
         assert 0.49 * total < asked <= 0.5 * total
         released = []

@@ -99,7 +99,7 @@ def cycles(rank: int, world_size: int, folder: str, rollout: Figures) -> Figures
             engine.release()
             change_weights(module, cycle)
             released.append(free_bytes(device))
-        asked = engine._memory.weight_bytes + engine._memory.kv_bytes
+        asked = engine._memory.weight_bytes + engine._memory.cache.bytes
         return {"asked": asked, "awake": awake, "released": released, "speed": max(speeds[1:])}
     finally:
         engine.close()
