@@ -51,15 +51,20 @@ EXIT_S = 20
 HOST_TIMEOUT_S = 1800
 """seconds that one rank may be ahead of another on the host: it may be busy with files"""
 ENVIRONMENT = {
-    ("TORCH_GLOO_LAZY_INIT",): "1",
-    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
-    ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+    "TORCH_GLOO_LAZY_INIT": "1",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
-"""what torch reads of the environment, by its names for it, unless the user has set one: gloo
-connects ranks when they first talk to each other, not all to all in every group; NCCL's flight
-recorder keeps the last collectives and writes them down when one of them times out"""
-DUMP_NAMES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""what torch reads of the environment, unless the user has set it: gloo connects ranks when they
+first talk to each other, not all to all in every group; NCCL's flight recorder keeps the last
+collectives and writes them down when one of them times out"""
+DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 """where the flight recorder writes, the rank is appended"""
+OLDER_NAMES = {
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    DUMP_FILE: "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+}
+"""names for the same that torch reads too"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +90,8 @@ class Launch:
     @classmethod
     def from_env(cls, env: MutableMapping[str, str]) -> "Launch":
         """Read torchrun's variables, and set ENVIRONMENT."""
-        for names, value in ENVIRONMENT.items():
-            _set_unless_given(env, names, value)
+        for name, value in ENVIRONMENT.items():
+            _set_unless_given(env, name, value)
         has_agent = "TORCHELASTIC_RUN_ID" in env
         return cls(
             rank=int(env.get("RANK", 0)),
@@ -132,10 +137,10 @@ class Launch:
                 Path(self.error_file).write_text(json.dumps(content), encoding="utf-8")
 
 
-def _set_unless_given(env: MutableMapping[str, str], names: Sequence[str], value: str) -> None:
-    """The first of torch's names for a setting, where the user has set none of them."""
-    if not any(name in env for name in names):
-        env[names[0]] = value
+def _set_unless_given(env: MutableMapping[str, str], name: str, value: str) -> None:
+    """Where the user has set it by none of its names."""
+    if OLDER_NAMES.get(name, name) not in env:
+        env.setdefault(name, value)
 
 
 def program(
@@ -242,7 +247,7 @@ def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator
         torch.backends.cuda.enable_cudnn_sdp(False)
         use_expandable_segments(launch.allocator)
         recorder = config.run_dir.absolute() / "logs" / "nccl_rank_"
-        _set_unless_given(launch.env, DUMP_NAMES, str(recorder))
+        _set_unless_given(launch.env, DUMP_FILE, str(recorder))
     with init_distributed(
         device,
         rank=launch.rank,
