@@ -72,6 +72,10 @@ class NoSmallCopy(Exception):
     """A configuration of which no small copy can be made; the text says why."""
 
 
+class NotSmall(NoSmallCopy):
+    """Its smallest copy has too many parameters: of a part whose sizes are fixed."""
+
+
 def build_small_copy(
     config: Any, *, trust_remote_code: bool = False, kind: Any | None = None
 ) -> Any:
@@ -96,7 +100,7 @@ def build_small_copy(
             divisor *= 2
     except Exception as error:  # whatever the code of a family raises
         raise NoSmallCopy(f"{type(error).__name__}: {error}") from error
-    raise NoSmallCopy(f"its small copy would still have {size / 1e6:.0f} M parameters")
+    raise NotSmall(f"its small copy would still have {size / 1e6:.0f} M parameters")
 
 
 def _divisor(text: Any) -> int:

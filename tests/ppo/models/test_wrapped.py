@@ -13,6 +13,7 @@ from transformers import AutoModelForMultimodalLM, AutoModelForSequenceClassific
 
 from ppo.config import ALL_LINEAR, Lora
 from ppo.errors import InputError
+from ppo.models import small_copy
 from ppo.models.build import build_causal_lm, build_value_model, is_packable
 from ppo.models.peft_folder import load_adapter, read_lora
 from ppo.models.wrapped import check_language_model, language_model_folder
@@ -169,7 +170,7 @@ def test_two_ranks_have_the_roles_of_a_wrapper_and_adapters_leave_by_its_names(t
         export_hf(tmp_path / "whole", tmp_path / "none", base=other)
 
 
-def test_a_wrapper_whose_language_model_is_another_by_itself_is_refused(monkeypatch):
+def test_a_wrapper_whose_language_model_is_another_by_itself_is_refused(monkeypatch, caplog):
     from transformers import AutoConfig
 
     config = AutoConfig.for_model("qwen3_vl_moe", **WRAPPERS["qwen3_vl_moe"])
@@ -177,6 +178,11 @@ def test_a_wrapper_whose_language_model_is_another_by_itself_is_refused(monkeypa
     with pytest.raises(InputError, match=r"qwen3_vl_moe: .* by itself it gives other log-probs"):
         check_language_model(config)
     monkeypatch.undo()
+    with monkeypatch.context() as patch:  # a tower that stays large
+        patch.setattr(small_copy, "MAX_PARAMETERS", 10)
+        patch.setattr(small_copy, "MAX_DIVISOR", 1)
+        check_language_model(AutoConfig.for_model("qwen3_vl", **WRAPPERS["qwen3_vl"]))
+        assert "it is not compared with the whole: its small copy would still" in caplog.text
     check_language_model(config)
 
 
