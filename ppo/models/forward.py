@@ -30,6 +30,8 @@ from sharding.ulysses import ulysses_problems
 logger = logging.getLogger(__name__)
 
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+_SAID: set[tuple[str, str]] = set()
+"""of which class this process has said why it is padded"""
 STATEFUL_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
 """and what stands beside such layers"""
 
@@ -98,12 +100,7 @@ def plan_forward(
         if kernel is None:
             _set_attention(module, attn_implementation)
         if use_remove_padding:
-            logger.warning(
-                "%s: sequences are padded, not packed: %s",
-                type(module).__name__,
-                obstacle,
-                extra={"every_rank": True},
-            )
+            _say_padded(type(module).__name__, obstacle)
     return ForwardPlan(
         findings.transform,
         kernel if obstacle is None else None,
@@ -111,6 +108,14 @@ def plan_forward(
         mesh.device,
         num_ids,
     )
+
+
+def _say_padded(name: str, obstacle: str) -> None:
+    """Once: actor, reference and critic often are of one class."""
+    if (name, obstacle) not in _SAID:
+        _SAID.add((name, obstacle))
+        text = "%s: sequences are padded, not packed: %s"
+        logger.warning(text, name, obstacle, extra={"every_rank": True})
 
 
 def _heads_of(module: Any, sp: int) -> Heads:
