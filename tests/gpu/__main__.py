@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.parts and part.name not in (*args.parts, "machine"):
                 continue
             # a trial may run beside others on few cores, and has nothing to save
-            limit = min(part.limit_s * (4 if args.dry else 1), end - time.monotonic())
+            limit = min(part.limit_s * (10 if args.dry else 1), end - time.monotonic())
             if limit <= 0:
                 result = Result(part.name, "out of time", 0.0, [], "no time was left")
             else:
