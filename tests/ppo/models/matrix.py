@@ -41,8 +41,9 @@ FLOAT32 = FsdpConfig(mixed_precision=MixedPrecisionConfig(param_dtype="float32")
 LENGTHS = (5, 1, 14, 9, 5)
 PROMPTS = (3, 7, 3)
 RESPONSE = 9
-MOST = 1e-5
-"""largest difference of probabilities, trainer or engine against transformers, in float32"""
+MOST = 1e-4
+"""largest difference of probabilities, trainer or engine against transformers, in float32: decoding
+of Qwen3.5's linear attention by transformers alone is 4e-5 from the same in float64"""
 
 
 class Row(NamedTuple):
