@@ -163,11 +163,10 @@ def test_the_table_of_memory_is_what_check_predicts() -> None:
 def test_a_clean_clone_installs_and_trains_on_each_python(tmp_path: Path, version: str) -> None:
     """Without extras, in a new environment; what pip is told (an index, links) is the caller's."""
     pyenv = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python"))
-    python = shutil.which(f"python{version}") or next(map(str, pyenv), None)
-    if (
-        python is None
-        or subprocess.run([python, "-m", "venv", "-h"], capture_output=True).returncode
-    ):
+    for python in filter(None, (*map(str, pyenv), shutil.which(f"python{version}"))):
+        if subprocess.run([python, "-m", "venv", "-h"], capture_output=True).returncode == 0:
+            break
+    else:
         pytest.skip(f"no Python {version} with venv on this machine")
     folder = tmp_path / "clone"
     environment = clean_clone(folder) | {"VENV": str(tmp_path / "venv"), "PYTHON": python}
