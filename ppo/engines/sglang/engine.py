@@ -23,9 +23,7 @@ import torch
 from torch import nn
 
 from ppo.config import Config
-from ppo.engines.contract import (
-    SamplingParams,
-)
+from ppo.engines.contract import SamplingParams
 from ppo.engines.sglang import args as sglang_args
 from ppo.engines.sglang.executor import EngineError, Executor, Patience
 from ppo.engines.sglang.generation import Served
