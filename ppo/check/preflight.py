@@ -137,11 +137,15 @@ def _is_the_actors(role: ModelRole, config: Config) -> bool:
 def _unknown(role: ModelRole) -> Iterator[str]:
     """What to do about a model whose sizes are not known here."""
     yield f"{role.name}: {role.path}: its sizes are not known here, so memory is not checked"
+    yield f"  next: {how_to_know(role.path)}"
+
+
+def how_to_know(path: str) -> str:
+    """What makes the sizes of a model known here."""
     elsewhere = "or name it with --model_config, or add its sizes to configs/model_shapes.yaml"
-    if is_hub_name(role.path):
-        yield f"  next: hf download {role.path} config.json (a few kB), {elsewhere}"
-    else:
-        yield f"  next: put its config.json (a few kB) at {role.path}/config.json, {elsewhere}"
+    if is_hub_name(path):
+        return f"hf download {path} config.json (a few kB), {elsewhere}"
+    return f"put its config.json (a few kB) at {path}/config.json, {elsewhere}"
 
 
 def plan_of(config: Config, dims: ParallelDims, shapes: dict[str, ModelShape]) -> Plan:

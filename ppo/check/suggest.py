@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ppo.check.describe import verdict
 from ppo.check.fits import UTILIZATION, fits
 from ppo.check.memory_phases import GIB, Plan, host_bytes, kv_cache, kv_context, phases
-from ppo.check.preflight import check_shapes, find_models, plan_of
+from ppo.check.preflight import check_shapes, find_models, how_to_know, plan_of
 from ppo.check.remedies import (
     ACTIVATION_OFFLOAD,
     SHARD_SIZE,
@@ -156,8 +156,8 @@ def _plan(config: Config, options: CommandLine) -> Plan:
     ]
     for role in config.models.values():
         if role.name not in models.shapes and not problems:
-            rule, fix = "its sizes are not known here", "name its config.json with --model_config"
-            problems.append(Problem(role.path_key, role.path, rule, fix))
+            rule = "its sizes are not known here"
+            problems.append(Problem(role.path_key, role.path, rule, how_to_know(role.path)))
     if problems:
         raise ConfigError(problems)
     return changed(plan_of(config, dims, models.shapes), {})

@@ -166,9 +166,12 @@ def _parse_line(line: bytes, path: Path, index: int, number: int) -> dict[str, A
     except RecursionError:
         raise error("is nested too deeply") from None
     except ValueError as problem:  # bad JSON, or not UTF-8
+        where = str(problem)
+        if isinstance(problem, json.JSONDecodeError):  # its own line number is not the file's
+            where = f"{problem.msg} at character {problem.pos + 1} of the line"
         if index == 0 and line.lstrip()[:1] == b"[":
             raise error(f"must be a JSON object, one per line, not {ARRAY}") from None
-        raise error(f"is not JSON: {problem}") from problem
+        raise error(f"is not JSON: {where}") from problem
     if not isinstance(values, dict):
         kind = ARRAY if isinstance(values, list) else kind_of(values)
         raise error(f"must be a JSON object, one per line, not {kind}")

@@ -132,6 +132,8 @@ def token_ids(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> lis
 
     Lengths are checked by who asks: the tokenizer's own warning is switched off.
     """
+    if not texts:  # transformers raises IndexError
+        return []
     encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)
     return encoded["input_ids"]  # pyright: ignore[reportReturnType]
 

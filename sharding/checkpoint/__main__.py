@@ -18,7 +18,7 @@ from sharding.checkpoint.files import CheckpointError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; a problem is one message and exit code 1."""
+    """The command; a problem is one message and exit code 2."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             base=arguments.base,
         )
     except (CheckpointError, OSError) as error:
-        parser.exit(1, f"{error}\n")
+        parser.exit(2, f"{error}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -133,7 +133,7 @@ def _row(name: str, plan: ReshardPlan, tp: int, placement: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command; a file that is no known model's config.json is one message and exit code 1."""
+    """The command; a file that is no known model's config.json is one message and exit code 2."""
     parser = argparse.ArgumentParser(
         prog="python -m sharding.reshard",
         description=__doc__,
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         configs = {path.resolve().parent.name: _read(path) for path in options.configs}
     except ValueError as error:
-        parser.exit(1, f"{error}\n")
+        parser.exit(2, f"{error}\n")
     for line in table(
         configs or QWEN2_5, shard_ranks=options.shard_ranks, bucket_mib=options.bucket_mib
     ):

@@ -64,6 +64,24 @@ def test_the_two_commands_make_an_environment_where_nothing_is_set(
     )
 
 
+def test_the_quickstart_refuses_a_bad_override_before_it_makes_model_and_data(
+    tmp_path: Path,
+) -> None:
+    """The environment is a stand-in that writes down what it is called for, and refuses --check."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@" >>calls\ncase "$*" in *--check*) exit 2 ;; esac\n')
+    python.chmod(0o755)
+    stamp = shell("sha256sum", "pyproject.toml", cwd=tmp_path).stdout
+    (tmp_path / ".venv" / ".installed-data").write_text(stamp)
+    command = ("env", "-u", "VENV", "bash", "launch/quickstart.sh", "trainer.bad=1")
+    assert shell(*command, cwd=tmp_path).returncode == 2
+    called = (tmp_path / "calls").read_text()
+    assert "--check" in called and "trainer.bad=1" in called and "smollm2 --out" not in called
+
+
 def test_a_script_without_a_config_says_how_it_is_called() -> None:
     result = shell("bash", "launch/local.sh")
     assert result.returncode != 0

@@ -81,6 +81,8 @@ class AlarmsConfig(Section):
     """degeneration/looping above it: share of responses that repeat themselves"""
     unprintable: Share | None = 0.2
     """degeneration/unprintable above it: share of tokens that are no text"""
+    episodes_without_turn: Share | None = 0.01
+    """episodes/no_turn above it: share of episodes whose beginning leaves no room for a turn"""
     flat_groups: Share | None = None
     """degeneration/flat_groups above it: share of groups from which nothing is learned"""
     distinct_answers_below: Share | None = None
@@ -90,6 +92,7 @@ class AlarmsConfig(Section):
         """The alarms as rules of guards."""
         drift = self.length_drift
         probs = "compare rollout.engine=torch and sglang, and look at rollout.engine_kwargs"
+        beginning = "data.max_prompt_length counts descriptions of tools and what reset returns too"
         diff = "training/rollout_probs_diff_mean"
         found = [
             _alarm("timing_share/reshard", self.reshard_share),
@@ -105,6 +108,7 @@ class AlarmsConfig(Section):
             _alarm("response_length/drift", drift and 1 / drift, "below"),
             _alarm("degeneration/looping", self.looping, advice="look at samples/"),
             _alarm("degeneration/unprintable", self.unprintable, advice="look at samples/"),
+            _alarm("episodes/no_turn", self.episodes_without_turn, advice=beginning),
             _alarm("degeneration/flat_groups", self.flat_groups),
             _alarm("degeneration/distinct_answers", self.distinct_answers_below, "below"),
         ]

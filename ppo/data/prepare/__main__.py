@@ -61,7 +61,7 @@ class PrepareError(RuntimeError):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command; a problem is one message and exit code 1."""
+    """The command; a problem is one message and exit code 2, as of every command."""
     parser = _parser()
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         train, test = options.make(options)
         write_parts(options.out, {"train": train, "test": test})
     except (PrepareError, DataError, TaskError, WriteError) as error:
-        parser.exit(1, f"{error}\n")
+        parser.exit(2, f"{error}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -90,7 +90,7 @@ def test_overrides_stay_as_they_are_and_the_rest_follows_them(tmp_path, capsys):
 def test_a_model_that_is_not_known_is_taken_from_its_config_json(tmp_path, capsys):
     base = ["--model=my/model", "--gpus=1", "--device_memory_gib=24"]
     code, _, err = suggest(capsys, *base)
-    assert code == 2 and "my/model" in err and "--model_config" in err
+    assert code == 2 and "--model_config" in err and "hf download my/model config.json" in err
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     sizes = f"--model_config={tmp_path}/config.json"
     code, out, _ = suggest(capsys, *base, sizes)

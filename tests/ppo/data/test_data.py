@@ -126,7 +126,7 @@ def test_other_column_names_and_a_missing_data_source_where_it_is_not_needed(tmp
         ('{"prompt": "a", "data_source": 1}', "column 'data_source': must be text, not int"),
         ('{"prompt": "a", "data_source": "s", "reward_model": "2"}', "column 'reward_model': must"),
         ('{"prompt": "a", "data_source": "s", "extra_info": [1]}', "column 'extra_info': must be"),
-        ('{"prompt": "a"', r"row 0 \(line 1\): is not JSON"),
+        ('{"prompt": "a"', r"row 0 \(line 1\): is not JSON: .* at character 15 of the line$"),
         ("[1]", "must be a JSON object, one per line, not a JSON array"),
         (
             '[\n  {"prompt": "a"}\n]',

@@ -111,7 +111,7 @@ def prepare(tmp_path: Path, *arguments: str) -> list[dict]:
 def refusal(capsys, *arguments: str) -> str:
     with pytest.raises(SystemExit) as ended:
         main([*arguments])
-    assert ended.value.code in (1, 2)
+    assert ended.value.code == 2
     return capsys.readouterr().err
 
 
@@ -275,11 +275,11 @@ def test_reasoning_gym_problems_are_one_message():
         (["reasoning_gym", "--task", "chain_sum", "--option", "x"], "write KEY=VALUE"),
     ],
 )
-def test_problems_are_one_message_and_exit_code_1(tmp_path, capsys, arguments, said):
+def test_problems_are_one_message_and_exit_code_2(tmp_path, capsys, arguments, said):
     bad = write_jsonl(tmp_path / "bad.jsonl", {"text": "a"})
     with pytest.raises(SystemExit) as ended:
         main([*(a.replace("{bad}", bad) for a in arguments), "--out", str(tmp_path / "out")])
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 

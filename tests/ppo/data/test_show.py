@@ -51,6 +51,13 @@ def test_rows_that_are_left_out_cut_or_wrong_are_named(tmp_path, capsys) -> None
     assert "has 43 tokens with the chat template" in capsys.readouterr().out
 
 
+def test_a_file_of_wrong_rows_alone_is_told_row_by_row(tmp_path, capsys) -> None:
+    file = write(tmp_path, {"question": "a"}, {"question": "b"})
+    assert main([CONFIG, file]) == 2
+    out = capsys.readouterr().out
+    assert "2 wrong: a run would refuse them" in out and "row 1 (line 2), column 'prompt'" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -147,7 +147,7 @@ def test_the_command_exports_in_another_dtype_and_reports_errors(tmp_path, monke
     torch.testing.assert_close(_output(model).float(), outputs["actor"], atol=2e-2, rtol=0)
     with pytest.raises(SystemExit) as end:
         export_command.main()
-    assert end.value.code == 1
+    assert end.value.code == 2
     assert "not empty" in capsys.readouterr().err
 
 
