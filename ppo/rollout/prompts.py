@@ -158,15 +158,17 @@ def _load(
         need_data_source=config.needs_data_source,
         vocabulary=vocabulary,
     )
-    return _read_once(run, steps, key)
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return _read_once(run, steps, key, f"{files[0]}{more}")
 
 
-def _read_once(run: Run, steps: Generator[float, None, Table], key: str) -> PromptDataset:
+def _read_once(
+    run: Run, steps: Generator[float, None, Table], key: str, label: str
+) -> PromptDataset:
     """The prompts that local rank 0 reads, mapped by each rank of its node. Collective."""
     mesh, start = run.mesh, time.monotonic()
-    label = key.removeprefix("data.").removesuffix("files").rstrip("_.")
     work = _paced(steps, label) if mesh.local_rank == 0 else _at_once(lambda: None)
-    mine = _drive(run, work, f"{label} prompts")
+    mine = _drive(run, work, "prompts")
     place = gather(mine and mine.place, mesh.node_group)[0]
     assert place is not None
     table = _drive(run, _at_once(lambda: mine or Table.at(place)))
@@ -179,7 +181,7 @@ def _read_once(run: Run, steps: Generator[float, None, Table], key: str) -> Prom
             "every node must read the same files"
         )
     logger.info(
-        "%s data: %d prompts of %.0f tokens on average, read and tokenized in %.1f s",
+        "%s: %d prompts of %.0f tokens on average, read and tokenized in %.1f s",
         *(label, facts.num_prompts, facts.num_tokens / facts.num_prompts),
         time.monotonic() - start,
     )
@@ -199,7 +201,7 @@ def _paced(steps: Generator[float, None, T], label: str) -> Generator[float, Non
             told = now
             is_share = isinstance(done, float)
             far = f"{done:.0%} tokenized" if is_share else f"{done} rows read"
-            logger.info("%s data: %s", label, far)
+            logger.info("%s: %s", label, far)
         if now - yielded >= STEP_S:
             yielded = now
             yield done
