@@ -28,8 +28,15 @@ MOMENT_BYTES = {**ITEM_BYTES, "8bit": 1 + 4 / 256}
 
 
 Kind = Literal[
-    *("parameters", "gradients", "optimizer", "activations", "logits", "buckets"),
-    *("engine", "KV cache", "fixed"),
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "buckets",
+    "engine",
+    "KV cache",
+    "fixed",
 ]
 """What an item of memory is, in the order of `--check`'s columns. `parameters` are also those that
 FSDP has gathered; `engine` its weights and what it costs besides the cache; `fixed` what a process

@@ -67,7 +67,8 @@ class HostAdamW(NarrowAdamW):
         """Clip the gradients to a norm of `most`; `norm` is theirs, [] on any device."""
         factor = torch.clamp(most / (norm + 1e-6), max=1.0).cpu()
         if factor < 1 or not torch.isfinite(factor):
-            torch._foreach_mul_(self.gradients(), factor)
+            for gradient in self.gradients():
+                gradient.mul_(factor)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -122,7 +123,9 @@ class HostAdamW(NarrowAdamW):
         with torch.cuda.stream(self._stream):
             host.copy_(gradient, non_blocking=True)
         gradient.record_stream(self._stream)
-        return self._stream.record_event()
+        copied = torch.cuda.Event()
+        copied.record(self._stream)
+        return copied
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         return self._arrived.get(parameter)

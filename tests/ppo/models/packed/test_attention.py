@@ -126,9 +126,8 @@ def test_padding_after_a_sequence_changes_nothing_for_its_tokens():
     rows = [t.detach().clone().unflatten(0, (2, 6)).transpose(1, 2) for t in (q, k, v)]
     rows[1][0, :, 4:] = rows[2][0, :, 4:] = 1e6  # what lies at padded places is not seen
     documents = make_documents(torch.tensor([0, 6, 12]), CPU, sdpa_kernel)
-    got, _ = packed_attention(  # pyright: ignore[reportCallIssue]
-        torch.nn.Module(), rows[0], rows[1], rows[2], None, documents=documents, scaling=0.5
-    )
+    attend: Any = packed_attention
+    got, _ = attend(torch.nn.Module(), *rows, None, documents=documents, scaling=0.5)
     want = dense(q[:4], k[:4], v[:4], [4], 0.5, None, None)
     torch.testing.assert_close(got[0, :4], want, rtol=1e-6, atol=1e-6)
 
