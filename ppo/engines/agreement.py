@@ -75,6 +75,7 @@ class Probe:
                 for ended in generation.advance():
                     mine = ended.completion
                 yield
+            generation.metrics()  # which ends it
         finally:
             generation.close()
         self._answer = gather(mine, group)[0]

@@ -173,12 +173,13 @@ class EngineHost:
         task = asyncio.create_task(getattr(self, f"call_{verb}")(**arguments))
         while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
             self._check_children()
-            while not self.asides.empty():
-                _, aside, said = self.asides.get_nowait()
-                if said["call"] != call:
-                    continue  # which has ended meanwhile
-                self.aborting |= aside == "abort"
-                self.requests.put_nowait(said.get("requests"))
+            for message in [self.asides.get_nowait() for _ in range(self.asides.qsize())]:
+                _, aside, said = message
+                if said["call"] > call:
+                    self.asides.put_nowait(message)  # of the call behind this one
+                elif said["call"] == call:  # else of one that has ended meanwhile
+                    self.aborting |= aside == "abort"
+                    self.requests.put_nowait(said.get("requests"))
             if self.news or time.monotonic() - told >= PROGRESS_S:
                 news, self.news, told = self.news, {}, time.monotonic()
                 self.connection.send(("progress", call, (self.manager.last_receive_tstamp, news)))
