@@ -10,8 +10,8 @@ with several rows. Anything that is neither right nor an InputError is printed a
 as ppo/models/README.md has it. Half an hour on a core for all.
 """
 
+import argparse
 import logging
-import sys
 import tempfile
 import time
 import traceback
@@ -226,14 +226,15 @@ def markdown(row: Row) -> str:
 
 def main() -> None:
     """Print the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="all by default")
+    parser.add_argument("--table", action="store_true", help="as ppo/models/README.md has it")
+    options = parser.parse_args()
     logging.disable(logging.WARNING)
-    as_table = "--table" in sys.argv
-    for row in rows([name for name in sys.argv[1:] if name != "--table"] or families()):
+    for row in rows(options.families or families()):
         reason = " ".join(row.reason.split())[:300]
-        print(
-            markdown(row) if as_table else f"{markdown(row)} {row.seconds:.1f} s {reason}",
-            flush=True,
-        )
+        more = "" if options.table else f" {row.seconds:.1f} s {reason}"
+        print(f"{markdown(row)}{more}", flush=True)
 
 
 if __name__ == "__main__":

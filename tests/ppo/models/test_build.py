@@ -137,13 +137,14 @@ def _stored_value_model(path: Path):
     return AutoModelForSequenceClassification.from_pretrained(path)
 
 
-def assert_unpackable_model_scores_padded_rows(path: Path, mesh) -> None:
+def assert_a_model_that_is_not_packed_scores_padded_rows(path: Path, mesh) -> None:
     from transformers import AutoModelForCausalLM
 
     documents = random_documents(LENGTHS)
     ref = AutoModelForCausalLM.from_pretrained(path)
     want, _ = plain_scores(ref, documents, TEMPERATURE)
-    module = build(build_causal_lm, path, mesh, checkpointing=True)
+    padded = {"use_remove_padding": False}
+    module = build(build_causal_lm, path, mesh, checkpointing=True, config=padded)
     assert not is_packable(module)
     got = module(**padded_inputs(documents), temperature=TEMPERATURE)
     torch.testing.assert_close(got.logprobs, want, rtol=1e-5, atol=1e-5)
@@ -174,7 +175,7 @@ def check_all(rank: int, world_size: int, folders: dict[str, Path]) -> None:
     assert_frozen_bfloat16_model_scores_without_gradients(folders["gemma2"], mesh)
     assert_critic_starts_at_zero_and_takes_a_stored_head(folders["qwen2"], folders["critic"], mesh)
     assert_no_scored_token_still_runs_backward(folders["qwen2"], mesh)
-    assert_unpackable_model_scores_padded_rows(folders["lfm2"], mesh)
+    assert_a_model_that_is_not_packed_scores_padded_rows(folders["lfm2"], mesh)
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,12 @@ from transformers import (
 
 from ppo.config import RolloutConfig
 from ppo.engines.contract import Engine, Request, SamplingParams
-from ppo.engines.embedded.engine import Slices, TorchEngine
+from ppo.engines.embedded.engine import TorchEngine
 from ppo.engines.embedded.generation import Generation
 from ppo.engines.embedded.kv_cache import KVCache
 from ppo.engines.embedded.sampling import sample, uniforms
 from ppo.engines.embedded.stop_text import StopText
+from ppo.engines.slices import StepCount
 from ppo.models.tiny import build_tiny_tokenizer
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from tests.distributed import run_distributed
@@ -200,7 +201,9 @@ def test_what_the_only_engine_computes_together_does_not_depend_on_the_clock(eng
     params = SamplingParams(max_new_tokens=12, stop_token_ids=tuple(range(40)), seed=3)
     found = []
     for num_steps in (1, 5):  # that a slice has time for
-        monkeypatch.setattr(Slices, "_next_slice", lambda self, elapsed_s, wanted_s, n=num_steps: n)
+        monkeypatch.setattr(
+            StepCount, "learn", lambda self, *_, n=num_steps: setattr(self, "steps", n)
+        )
         generation = engine.begin(params, longest_prompt=20, most=40)
         waiting, ended = make_requests(40), {}
         while len(ended) < 40:
