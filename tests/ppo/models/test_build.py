@@ -143,7 +143,7 @@ def assert_a_model_that_is_not_packed_scores_padded_rows(path: Path, mesh) -> No
     documents = random_documents(LENGTHS)
     ref = AutoModelForCausalLM.from_pretrained(path)
     want, _ = plain_scores(ref, documents, TEMPERATURE)
-    padded = {"use_remove_padding": False}
+    padded = {"attn_implementation": "eager"}
     module = build(build_causal_lm, path, mesh, checkpointing=True, config=padded)
     assert not is_packable(module)
     got = module(**padded_inputs(documents), temperature=TEMPERATURE)
