@@ -75,7 +75,8 @@ class Probe:
                 for ended in generation.advance():
                     mine = ended.completion
                 yield
-            generation.metrics()  # which ends it
+            generation.metrics()  # which ends it; a rank that fails in it comes to the next poll
+            yield
         finally:
             generation.close()
         self._answer = gather(mine, group)[0]
