@@ -20,8 +20,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # The largest block of logits that ppo/logprobs/ makes (a test compares): elements on CUDA and on
 # a CPU.
 LOGITS_BLOCK = {True: 1 << 26, False: 1 << 21}
-# The pieces of a step in sharding/adamw/ (a test compares): elements of codes, and of others.
-STEP_ELEMENTS = {True: 1 << 24, False: 1 << 26}
+# The pieces of a step in sharding/adamw/ (a test compares), elements.
+STEP_ELEMENTS = 1 << 22
 STEP_COPIES = "float32 copies of moments in a step"
 MOMENT_BYTES = {**ITEM_BYTES, "8bit": 1 + 4 / 256}
 """of each of Adam's moments of a weight, scales included"""
@@ -238,13 +238,12 @@ def _in_the_step(model: ShardedModel) -> list[Item]:
     found = _gradients(model, accumulated=True, head=False)
     if model.moment in (0, 4, model.trained_bytes):
         return found
-    has_codes = model.moment < 2
-    piece = min(model.trained_params, STEP_ELEMENTS[has_codes])
+    piece = min(model.trained_params, STEP_ELEMENTS)
     size = 2 * 4 * piece
-    if has_codes:
+    if model.moment < 2:
         shape = model.shape
         largest = max(shape.embedding_params, shape.hidden_size * shape.intermediate_size)
-        size += 6 * 4 * min(largest / model.shard_size, piece)
+        size += 4 * 4 * min(largest / model.shard_size, piece)
     return [*found, Item(STEP_COPIES, size, "optimizer")]
 
 

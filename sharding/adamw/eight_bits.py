@@ -32,11 +32,11 @@ def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """float32 numbers [..., C] of uint8 codes [..., C] and their scales."""
     levels, per_octave = _LEVELS[signed], _PER_OCTAVE[signed]
     magnitude = (codes & (_SIGN - 1) if signed else codes).float()
-    found = ((magnitude - levels) / per_octave).exp2_()
-    found.masked_fill_(magnitude == 0, 0.0)
+    found = magnitude.sub(levels).div_(per_octave).exp2_().masked_fill_(magnitude == 0, 0.0)
+    del magnitude  # of large tensors, like all that is done in place here
     if signed:
-        found = torch.where(codes >= _SIGN, -found, found)
-    found = _blocks(found) * scales[..., None]
+        found.mul_(torch.where(codes >= _SIGN, -1.0, 1.0))
+    found = _blocks(found).mul_(scales[..., None])
     return found.flatten(-2)[..., : codes.shape[-1]].contiguous()  # as fused kernels want it
 
 
@@ -48,14 +48,15 @@ def encode(numbers: Tensor, step: Tensor, *, signed: bool) -> tuple[Tensor, Tens
     levels, per_octave = _LEVELS[signed], _PER_OCTAVE[signed]
     blocks = _blocks(numbers)  # [..., C / BLOCK, BLOCK]
     scales = blocks.abs().amax(-1)
-    shares = blocks.abs() / torch.where(scales == 0, 1.0, scales)[..., None]
-    lower = (levels + per_octave * shares.log2()).floor_().clamp_(0, levels)
-    low = ((lower - levels) / per_octave).exp2_()
-    high = ((lower + 1 - levels) / per_octave).exp2_()
-    low.masked_fill_(lower == 0, 0.0)
-    above = (shares - low) / (high - low) >= 1 - _thresholds(step, blocks)
-    codes = (lower + above).clamp_(0 if signed else 1, levels)
-    codes = torch.where(scales[..., None] == 0, 0.0, codes).to(torch.uint8)
+    shares = blocks.abs().div_(torch.where(scales == 0, 1.0, scales)[..., None])
+    lower = shares.log2().mul_(per_octave).add_(levels).floor_().clamp_(0, levels)
+    low = lower.sub(levels).div_(per_octave).exp2_().masked_fill_(lower == 0, 0.0)
+    shares.sub_(low)
+    high = lower.add(1 - levels).div_(per_octave).exp2_()
+    shares.div_(high.sub_(low))
+    del low, high
+    lower.add_(shares >= 1 - _thresholds(step, blocks)).clamp_(0 if signed else 1, levels)
+    codes = lower.masked_fill_(scales[..., None] == 0, 0.0).to(torch.uint8)
     if signed:
         codes |= (blocks < 0).to(torch.uint8) * _SIGN
     return codes.flatten(-2)[..., : numbers.shape[-1]], scales

@@ -24,10 +24,9 @@ from torch.optim.adamw import adamw
 
 from sharding.adamw.eight_bits import GOLDEN_RATIO, decode, encode, scales_shape
 
-ELEMENTS_AT_ONCE = 2**26
-"""of the float32 copies that a step makes, of each of the two moments"""
-CODES_AT_ONCE = 2**24
-"""the same of codes, which take several copies more to make"""
+ELEMENTS_AT_ONCE = 2**22
+"""of the float32 copies that a step makes, of each of the two moments; 16 MiB keep a GPU busy for
+longer than it takes to launch the next kernel"""
 EIGHT_BITS = torch.uint8
 """state_dtype of moments that are codes"""
 SCALE = "_scale"
@@ -80,11 +79,6 @@ class NarrowAdamW(torch.optim.AdamW):
             dtype = torch.float32
         return torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
 
-    @property
-    def _most(self) -> int:
-        """Elements that are updated at once."""
-        return CODES_AT_ONCE if self.state_dtype == EIGHT_BITS else ELEMENTS_AT_ONCE
-
     def _has_codes(self, parameter: Tensor) -> bool:
         return self.state_dtype == EIGHT_BITS and parameter.ndim > 1
 
@@ -96,7 +90,7 @@ class NarrowAdamW(torch.optim.AdamW):
             held = [p for p in group["params"] if self._gradient(p) is not None]
             for parameter in held:
                 self._begin(parameter, on_device=bool(group["fused"]))
-            for parts in _at_once((x for p in held for x in self._parts(p)), self._most):
+            for parts in _at_once(x for p in held for x in self._parts(p)):
                 _update(parts, group)
                 self._bring_home(parts)
             for parameter in held:
@@ -132,8 +126,8 @@ class NarrowAdamW(torch.optim.AdamW):
         names = [name for name in state if name != "step"]
         tensors = [self._copy(parameter), gradient, _local(parameter)]
         tensors += [_local(state[name]) for name in names]
-        if tensors[0].numel() > self._most:
-            rows = max(1, self._most * len(tensors[0]) // tensors[0].numel())
+        if tensors[0].numel() > ELEMENTS_AT_ONCE:
+            rows = max(1, ELEMENTS_AT_ONCE * len(tensors[0]) // tensors[0].numel())
             pieces = zip(*(t.split(rows) for t in tensors), strict=True)
         else:
             pieces = iter([tuple(tensors)])
@@ -161,11 +155,11 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _at_once(parts: Iterable[Part], most: int) -> Iterator[list[Part]]:
+def _at_once(parts: Iterable[Part]) -> Iterator[list[Part]]:
     """Parts that are updated together: few kernels, and copies that stay small."""
     found, size = [], 0
     for part in parts:
-        if found and size + part.parameter.numel() > most:
+        if found and size + part.parameter.numel() > ELEMENTS_AT_ONCE:
             yield found
             found, size = [], 0
         found.append(part)

@@ -31,7 +31,7 @@ from ppo.config import (
 from ppo.logprobs.blocks import CPU_BLOCK_ELEMENTS, DEVICE_BLOCK_ELEMENTS
 from ppo.model_shapes import find_shape
 from sharding.adamw import EIGHT_BITS, NarrowAdamW
-from sharding.adamw.narrow import CODES_AT_ONCE, ELEMENTS_AT_ONCE
+from sharding.adamw.narrow import ELEMENTS_AT_ONCE
 from tests.distributed import run_distributed
 
 TOKENS = 1024
@@ -60,7 +60,7 @@ OF_TWO_RANKS: list[dict[str, Any]] = [
 def test_the_plan_knows_the_largest_block_of_logits_and_the_pieces_of_a_step() -> None:
     """It imports no torch, so it has the numbers of its own."""
     assert LOGITS_BLOCK == {True: DEVICE_BLOCK_ELEMENTS, False: CPU_BLOCK_ELEMENTS}
-    assert STEP_ELEMENTS == {True: CODES_AT_ONCE, False: ELEMENTS_AT_ONCE}
+    assert STEP_ELEMENTS == ELEMENTS_AT_ONCE
 
 
 def _save(path: Path, **sizes: int) -> Path:
