@@ -17,17 +17,10 @@ from torch.multiprocessing.spawn import start_processes
 
 from sharding.mesh import init_distributed
 
-# Imports are half of what a rank of a short run costs.
-_PRELOADED = [
-    *("torch.distributed.fsdp", "torch.utils.tensorboard"),
-    *("transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama"),
-    *("train_ppo", "ppo.engines.embedded.engine"),
-]
-
 
 def fork_server() -> ForkServerContext:
     """Whose processes begin with the program's imports done."""
-    multiprocessing.set_forkserver_preload(_PRELOADED)
+    multiprocessing.set_forkserver_preload(["tests.preloaded"])
     return multiprocessing.get_context("forkserver")
 
 

@@ -4,6 +4,7 @@ Owns what happens between the command line and the first collective, and how wro
 reported. Every rank calls everything here.
 """
 
+import gc
 import json
 import logging
 import os
@@ -152,6 +153,10 @@ def program(
 
     2 for wrong input, which is said once; 130 for a Ctrl-C before the run could take it.
     """
+    # Modules are here to stay: a collection that looks at all they hold takes a third of a second,
+    # at some moment of each rank's own, in which the others wait for it.
+    gc.collect()
+    gc.freeze()
     launch = Launch.from_env(env)
     try:
         return start(launch, sys.argv[1:] if words is None else words)
