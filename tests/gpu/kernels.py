@@ -50,6 +50,7 @@ def run_gpu_tests(options: Options) -> Iterator[Row]:
         files = [path for path in files if path.parent.name == "sharding"]
     outcomes = _Outcomes()
     words = ["-q", "-m", "gpu and not sglang and not full", "-p", "no:cacheprovider"]
+    words += ["-p", "no:timeout"]  # which may not be installed; this part has a limit of its own
     words += ["--rootdir", str(TESTS.parent), *map(str, files)]
     code = pytest.main([*(["--collect-only"] if options.dry else []), *words], plugins=[outcomes])
     for name, last in outcomes.failed:
