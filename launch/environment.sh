@@ -8,10 +8,16 @@
 # A torch that is installed already, in the environment or under the Python that makes it, is kept
 # when pyproject.toml allows its version. Without a GPU the CPU build is taken where pip can find
 # one (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS): gigabytes less. pip's own variables all count.
+#
+# pip does not compile what it installs: SGLang brings 37,000 files, minutes of work, of which a run
+# imports a few thousand, and Python compiles and keeps those at their first import. Where it may not
+# keep them (PYTHONDONTWRITEBYTECODE) pip compiles all.
 
 VENV=${VENV:-.venv}
 PYTHON=${PYTHON:-python3}
 CPU_TORCH=(2.14.1+cpu 2.14.0+cpu 2.13.0+cpu)
+PIP_INSTALL=(-m pip install -qq --disable-pip-version-check)
+[[ -n ${PYTHONDONTWRITEBYTECODE:-} ]] || PIP_INSTALL+=(--no-compile)
 
 use_venv() {
     local extras=$1 stamp wanted
@@ -27,7 +33,7 @@ use_venv() {
     if ! has_torch "$VENV_PYTHON" && [[ $extras != *sglang* ]] && ! has_gpu; then
         install_cpu_torch
     fi
-    "$VENV_PYTHON" -m pip install -qq --disable-pip-version-check -e ".[$extras]"
+    "$VENV_PYTHON" "${PIP_INSTALL[@]}" -e ".[$extras]"
     echo "$wanted" >"$stamp"
 }
 
@@ -68,8 +74,7 @@ has_gpu() {
 install_cpu_torch() {
     local version
     for version in "${CPU_TORCH[@]}"; do
-        if "$VENV_PYTHON" -m pip install -qq --disable-pip-version-check "torch==$version" \
-            2>/dev/null; then
+        if "$VENV_PYTHON" "${PIP_INSTALL[@]}" "torch==$version" 2>/dev/null; then
             echo "torch $version"
             return
         fi

@@ -1,7 +1,8 @@
 """What holds for all tests, however pytest is started: their order, which of them may run at the
-same time, and which are skipped without a CUDA device."""
+same time, and which are skipped without a CUDA device or without SGLang."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         weights[item.path] = max(weights.get(item.path, 0), _weight(item))
     items.sort(key=lambda item: -weights[item.path])  # stable; what takes long begins first
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    import torch
+    if not find_spec("sglang"):  # importing it takes many seconds
+        _skip(items, "sglang", "needs SGLang")
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
 
-    if torch.cuda.is_available():
-        return
-    for item in marked:
-        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if not torch.cuda.is_available():
+            _skip(items, "gpu", "needs a CUDA device")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
+    for item in items:
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _weight(item: pytest.Item) -> int:

@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # The tests, on a machine with nothing installed: makes or reuses .venv, installs, runs pytest.
 #
-#   bash tests/run.sh [--full] [--no-sglang] [--slurm] [--apt] [pytest's arguments ...]
+#   bash tests/run.sh [--full] [--no-sglang] [--slurm] [--apt] [--install] [pytest's arguments ...]
 #
 #   --full       the tests marked `full` too (hours)
 #   --no-sglang  neither install SGLang (11 GB) nor run its tests
 #   --slurm      start a real two-node Slurm for its tests (as root); refused where one is configured
 #   --apt        install the Debian packages that the Slurm tests need, where they are missing
+#   --install    install, and run nothing
 #
 # CI=true stands for --slurm --apt. Tests marked `gpu` run where there is a GPU. Pytest's closing
 # line is the last one; its exit code is this script's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-full=false sglang=true slurm=false apt=false
+full=false sglang=true slurm=false apt=false tests=true
 if [[ ${CI:-} == true ]]; then
     slurm=true apt=true
 fi
@@ -24,10 +25,21 @@ for argument in "$@"; do
         --no-sglang) sglang=false ;;
         --slurm) slurm=true ;;
         --apt) apt=true ;;
+        --install) tests=false ;;
         *) arguments+=("$argument") ;;
     esac
 done
 
+packages= # are installed while pip does its work
+if $slurm && $apt && ! { command -v slurmctld && command -v munged; } >/dev/null; then
+    (
+        apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge >/dev/null
+    ) &
+    packages=$!
+fi
+
+unset PYTHONDONTWRITEBYTECODE # a hundred processes would compile all that they import
 # shellcheck source=launch/environment.sh
 . launch/environment.sh
 if $sglang; then
@@ -35,11 +47,8 @@ if $sglang; then
 else
     use_venv data,dev
 fi
-
-if $slurm && $apt && ! { command -v slurmctld && command -v munged; } >/dev/null; then
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge >/dev/null
-fi
+[[ -z $packages ]] || wait "$packages"
+$tests || exit 0
 
 marks=()
 $full || marks+=("not full")

@@ -43,7 +43,6 @@ from tests.ppo.engines.sglang.session import (
 from tests.ppo.models.hf_models import add_spare_rows
 
 pytestmark = [pytest.mark.sglang, pytest.mark.distributed, pytest.mark.timeout(900)]
-pytest.importorskip("sglang")
 
 KINDS = ["rank", pytest.param("host", marks=pytest.mark.full)]
 

@@ -1,5 +1,6 @@
 """What only SGLang in processes of its own can suffer: workers and hosts that die or hang, and
-processes that are left. On a CPU; the rest of the contract is in test_engine.py."""
+processes that are left. On a CPU; the rest of the contract is in test_engine.py. The full
+tier's: two hosts take minutes to start. In CI test_sglang_job.py kills a worker of one."""
 
 import os
 import signal
@@ -20,8 +21,10 @@ from tests.distributed import run_distributed
 from tests.ppo.engines.drive import generate
 from tests.ppo.engines.sglang.session import FAULT_S, Session, fails, long_generation
 
-pytestmark = [pytest.mark.sglang, pytest.mark.distributed, pytest.mark.timeout(600)]
-pytest.importorskip("sglang")
+pytestmark = [
+    *(pytest.mark.sglang, pytest.mark.distributed, pytest.mark.full),
+    pytest.mark.timeout(600),
+]
 
 
 def host(session: Session) -> HostProcess:
