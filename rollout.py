@@ -18,6 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ppo.check.commands import announce_imports
+
+if __name__ == "__main__":
+    announce_imports(os.environ)
+
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppo.config import Config, ConfigError, Problem, load_config
@@ -118,6 +123,8 @@ def load_evaluation(options: Options, check: Callable[[Config], list[Problem]]) 
     if options.out.suffix not in (".parquet", ".jsonl"):
         rule = "must end with .parquet or .jsonl"
         raise ConfigError([Problem("--out", str(options.out), rule)])
+    if options.out.is_dir():
+        raise ConfigError([Problem("--out", str(options.out), "is a folder: name a file in it")])
     if problems := path_problems(options.checkpoint, options.steps):
         raise ConfigError(problems)
     if options.checkpoint and is_hf_folder(options.checkpoint[0]):

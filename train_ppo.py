@@ -27,12 +27,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from ppo.check.commands import before_torch, run_check
+
+if __name__ == "__main__" and (code := before_torch(sys.argv[1:], os.environ)) is not None:
+    sys.exit(code)  # what is wrong, or the plan, is said before torch is imported
+
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppo.batch.packing import Batcher, Batchers, make_batchers
 from ppo.batch.samples import RolloutBatch, Samples
 from ppo.batch.shares import overview_of, owners_of, share_out
-from ppo.check.commands import run_check
 from ppo.config import Config, load_config, parse_args, values_of
 from ppo.data.printable import PrintableIds
 from ppo.data.prompts import total_steps_of
@@ -49,12 +53,7 @@ from ppo.rollout.scoring import build_scorer, open_rewards
 from ppo.rollout.validation import validate
 from ppo.run.run import Run, StopRequested
 from ppo.run.start import Launch, open_run, program
-from ppo.state.checkpoints import (
-    find_start,
-    load_models,
-    open_checkpoints,
-    save_checkpoint,
-)
+from ppo.state.checkpoints import find_start, load_models, open_checkpoints, save_checkpoint
 from ppo.state.rollback import obey_guards
 from ppo.state.train_state import new_state
 from ppo.step_metrics import perf_metrics, summarise_batch, watch_for_degeneration

@@ -16,7 +16,7 @@
 VENV=${VENV:-.venv}
 PYTHON=${PYTHON:-python3}
 CPU_TORCH=(2.14.1+cpu 2.14.0+cpu 2.13.0+cpu)
-PIP_INSTALL=(-m pip install -qq --disable-pip-version-check)
+PIP_INSTALL=(-m pip install --progress-bar off --disable-pip-version-check)
 [[ -n ${PYTHONDONTWRITEBYTECODE:-} ]] || PIP_INSTALL+=(--no-compile)
 
 use_venv() {
@@ -33,8 +33,25 @@ use_venv() {
     if ! has_torch "$VENV_PYTHON" && [[ $extras != *sglang* ]] && ! has_gpu; then
         install_cpu_torch
     fi
-    "$VENV_PYTHON" "${PIP_INSTALL[@]}" -e ".[$extras]"
+    pip_install -e ".[$extras]"
     echo "$wanted" >"$stamp"
+}
+
+# pip install, with a line for each file that it fetches or makes, and one whenever 10 seconds have
+# brought none. What is wrong it says on stderr.
+pip_install() {
+    local began=$SECONDS line code
+    "$VENV_PYTHON" "${PIP_INSTALL[@]}" "$@" |
+        while true; do
+            if IFS= read -r -t 10 line; then
+                [[ $line =~ ^\ *(Downloading|Using\ cached|Building|Installing) ]] &&
+                    echo "  ${line:0:96}"
+            else
+                code=$? # above 128: nothing in that time; else all is read
+                ((code > 128)) || break
+                echo "  still at it, $((SECONDS - began)) s"
+            fi
+        done
 }
 
 make_venv() {
@@ -74,7 +91,7 @@ has_gpu() {
 install_cpu_torch() {
     local version
     for version in "${CPU_TORCH[@]}"; do
-        if "$VENV_PYTHON" "${PIP_INSTALL[@]}" "torch==$version" 2>/dev/null; then
+        if pip_install "torch==$version" 2>/dev/null; then
             echo "torch $version"
             return
         fi

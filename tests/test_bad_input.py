@@ -19,6 +19,9 @@ from sharding.checkpoint.storage import SafeReader
 ROOT = Path(train_ppo.__file__).parent
 
 
+TINY = ("--config", "ppo_tiny.yaml")
+
+
 @pytest.fixture
 def run_main(tmp_path, capfd):
     """Run train_ppo.main in this process (a world of one); its exit code and stderr."""
@@ -179,6 +182,15 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew_over_them(
     assert code == 2 and "every checkpoint is damaged; trainer.resume_mode=disable" in err
     assert all(f"checkpoint {step.name} skipped" in err for step in steps) and len(steps) == 2
     assert run_main(*TWO_STEPS, "trainer.resume_mode=disable")[0] == 0
+
+
+@pytest.mark.parametrize("words", [["--config", "nope.yaml"], [*TINY, "model.path=a/b/c"]])
+def test_it_is_said_before_torch_is_imported(words):
+    command = [sys.executable, "-X", "importtime", "train_ppo.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 2 and "no such" in done.stderr
+    assert "ppo.config" in imported and not imported & {"torch", "transformers"}
 
 
 def test_all_problems_are_listed_at_once(run_main):

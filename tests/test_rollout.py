@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
+import rollout
 from ppo.config import load_config
 from ppo.data.dataset import Prompt
 from ppo.data.tokenizer import load_tokenizer
@@ -84,6 +85,13 @@ def test_an_engine_without_work_takes_from_the_longest_queue():
     assert queues.hand_out([0, 0, 0]) == [[], [], []]
     assert queues.hand_out([1, 5, 5]) == [[2], [3], []]
     assert queues.hand_out([9, 9, 9]) == [[], [], []]
+
+
+def test_a_folder_is_no_file_for_samples(tmp_path, capfd):
+    (tmp_path / "samples.jsonl").mkdir()
+    words = ["--config", "ppo_tiny.yaml", "--data", "tiny"]
+    assert rollout.main([*words, "--out", str(tmp_path / "samples.jsonl")]) == 2
+    assert "--out = " in (err := capfd.readouterr().err) and "is a folder" in err
 
 
 class Listener:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo.check.episodes import episode_file_problems
+from ppo.check.model_folder import model_problems
 from ppo.config import ENGINE_TRAITS, PACKAGES_OF_LOGGERS, Config, Problem, RolloutConfig
 from ppo.data.columns import CHARS_PER_TOKEN, QUICK_ROWS, check_data_files, parse_row
 from ppo.data.rows import DataError, find_files, read_rows
@@ -236,9 +237,10 @@ def _found(pattern: str) -> DataError | None:
 
 def _missing_models(config: Config) -> Iterator[Problem]:
     for key, path in _model_paths(config).items():
-        if Path(path).is_dir():
-            if key != "model.tokenizer_path" and not (Path(path) / "config.json").is_file():
-                yield Problem(key, path, "the folder has no config.json")
+        if Path(path).exists():
+            if key != "model.tokenizer_path" or not Path(path).is_dir():
+                for rule, fix in model_problems(Path(path)):
+                    yield Problem(key, path, rule, fix)
         elif not is_hub_name(path):
             yield Problem(
                 key, path, "no such folder", "or use a name of the Hub: ORGANISATION/NAME"

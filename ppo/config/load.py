@@ -61,10 +61,14 @@ def find_config(path: str | Path) -> Path:
     for candidate in (Path(path), Path("configs") / path, CONFIG_FOLDER / path):
         if candidate.is_file():
             return candidate
+    if Path(path).is_dir():
+        rule = "is a folder: name the file, such as one of configs/"
+        raise ConfigError([Problem("--config", str(path), rule)])
     files = [*CONFIG_FOLDER.glob("*po*.yaml"), *CONFIG_FOLDER.glob("tiny/*.yaml")]
     presets = sorted(str(file.relative_to(CONFIG_FOLDER)) for file in files)
-    close = difflib.get_close_matches(str(path), presets, n=1)
-    meant = f"did you mean {close[0]}? " if close else ""
+    stems = {Path(preset).stem: preset for preset in reversed(presets)}
+    close = difflib.get_close_matches(Path(path).stem, stems, n=1)  # without what all end in
+    meant = f"did you mean {stems[close[0]]}? " if close else ""
     fix = f"{meant}configs/ has {', '.join(presets)}"
     raise ConfigError([Problem("--config", str(path), "no such file", fix)])
 

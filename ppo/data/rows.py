@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 PARQUET = {".parquet"}
 JSON_LINES = {".jsonl", ".json", ".ndjson"}
+CONVERTED = {
+    **dict.fromkeys((".csv", ".tsv"), "python -m ppo.data.prepare csv makes parquet of it"),
+    **dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip"), "unpack it first"),
+}
+"""what makes a file that is read of one that is not, by its suffix"""
+LFS_HEAD = b"version https://git-lfs.github.com/"
 MAX_DEPTH = 100
 """of what a row holds: pickling it, on its way to the rewards, takes stack for each level"""
 ARRAY = "a JSON array (jq -c '.[]' FILE > FILE.jsonl writes one object per line)"
@@ -100,7 +106,8 @@ def read_rows(path: Path, *, columns: Sequence[str] | None = None) -> Iterator[R
     suffix = path.suffix.lower()
     if suffix not in PARQUET | JSON_LINES:
         known = " ".join(sorted(PARQUET | JSON_LINES))
-        raise DataError(path, f"unknown kind of file '{suffix}'; known: {known}")
+        hint = f" ({CONVERTED[suffix]})" if suffix in CONVERTED else ""
+        raise DataError(path, f"unknown kind of file '{suffix}'; known: {known}{hint}")
     count = 0
     rows = _read_parquet(path, columns) if suffix in PARQUET else _read_json_lines(path)
     for row in rows:
@@ -125,7 +132,8 @@ def _read_parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
                     yield Row(path, index, None, values)
                     index += 1
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(path, f"cannot be read as parquet: {error}") from error
+        reason = lfs_pointer(path) or " ".join(str(error).split())  # Arrow's has lines
+        raise DataError(path, f"cannot be read as parquet: {reason}") from error
 
 
 def _values(batch: "pyarrow.RecordBatch", path: Path, index: int) -> list[dict[str, Any]]:
@@ -171,7 +179,8 @@ def _parse_line(line: bytes, path: Path, index: int, number: int) -> dict[str, A
             where = f"{problem.msg} at character {problem.pos + 1} of the line"
         if index == 0 and line.lstrip()[:1] == b"[":
             raise error(f"must be a JSON object, one per line, not {ARRAY}") from None
-        raise error(f"is not JSON: {where}") from problem
+        pointer = lfs_pointer(path) if index == 0 else None
+        raise error(f"is not JSON: {pointer or where}") from problem
     if not isinstance(values, dict):
         kind = ARRAY if isinstance(values, list) else kind_of(values)
         raise error(f"must be a JSON object, one per line, not {kind}")
@@ -207,6 +216,16 @@ def _bad_text(text: str) -> str | None:
             f"{error.start}: no valid Unicode"
         )
     return None
+
+
+def lfs_pointer(path: Path) -> str | None:
+    """What to do about a file of which git has fetched the name alone; None for any other.
+
+    A pointer of Git LFS is a short text in the place of the file's content.
+    """
+    with path.open("rb") as file:
+        is_pointer = file.read(len(LFS_HEAD)) == LFS_HEAD
+    return "it is a pointer of Git LFS: `git lfs pull` fetches the file" if is_pointer else None
 
 
 def kind_of(value: Any) -> str:

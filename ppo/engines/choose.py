@@ -52,6 +52,7 @@ def build_engine(
         logger.info("rollout.engine=auto: %s", kind)
     match kind:  # an engine is imported where it is asked for
         case "sglang":
+            logger.info("importing and starting SGLang; logs/ of the run has what it says")
             from ppo.engines.sglang.engine import SGLangEngine
 
             logs = run_dir / "logs"

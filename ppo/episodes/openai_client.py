@@ -6,15 +6,16 @@ token where the new ones only add to them; any other begins a branch of the epis
 openai: its classes are used where the user's code has loaded them.
 
     async def episode(row, policy):
-        client = OpenAIClient(policy)
-        state = await env.rollout(row, client, model="policy")
-        return state["reward"]
+        client = verifiers.OpenAIChatCompletionsClient(OpenAIClient(policy))
+        asked = {"prompt": row["prompt"], "answer": row["ground_truth"], "example_id": 0}
+        return (await env.run_rollout(asked, client, "policy", {}))["reward"]
 """
 
 import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,23 +32,44 @@ class OpenAIClient:
         self._begun: list[tuple[list[Any], Policy]] = []
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create))
 
-    async def _create(
+    async def _create(self, **asked: Any) -> Any:
+        made = await self._made(**asked)
+        theirs = sys.modules.get("openai.types.chat")
+        if theirs is not None:
+            return theirs.ChatCompletion.model_validate(made)
+        return _with_attributes(made)
+
+    async def post(
+        self, path: str, *, body: Mapping[str, Any], cast_to: Any = None, **unused: Any
+    ) -> Any:
+        """`AsyncOpenAI.post`, for code that names the path itself, as verifiers' does."""
+        if path.strip("/") != "chat/completions":
+            raise ValueError(f"{path}: the policy answers chat/completions alone")
+        httpx = sys.modules.get("httpx")
+        if httpx is not None and cast_to is httpx.Response:
+            return httpx.Response(200, json=await self._made(**body))
+        return await self._create(**body)
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+    async def _made(
         self,
         *,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Any],
         model: str = "policy",
         tools: Sequence[Mapping[str, Any]] | None = None,
         stop: Sequence[str] | str | None = None,
         max_tokens: int | None = None,
         max_completion_tokens: int | None = None,
         **unused: Any,  # temperature and the like are those of the run
-    ) -> Any:
-        known, policy, new = self._conversation([dict(message) for message in messages], tools)
+    ) -> dict[str, Any]:
+        known, policy, new = self._conversation([_plain(message) for message in messages], tools)
         reply = await policy.chat(
             new, tools=tools, stop=stop or (), max_tokens=max_completion_tokens or max_tokens
         )
         message = _message(reply)
-        known[:] = [_identity(each) for each in [*messages, message]]
+        known[:] = [_identity(each) for each in [*map(_plain, messages), message]]
         return _completion(message, reply, model)
 
     def _conversation(
@@ -85,15 +107,41 @@ def _message(reply: Reply) -> dict[str, Any]:
 
 def _identity(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """What tells a message from another: what callers add to it, or leave out, does not."""
-    calls = message.get("tool_calls") or []
-    functions = [call["function"] if isinstance(call, Mapping) else call.function for call in calls]
-    names = [f["name"] if isinstance(f, Mapping) else f.name for f in functions]
+    names = [call["function"]["name"] for call in message.get("tool_calls") or []]
     return message.get("role"), message.get("content") or "", tuple(names)
 
 
-def _completion(message: dict[str, Any], reply: Reply, model: str) -> Any:
+def _plain(message: Any) -> dict[str, Any]:
+    """A message as chat templates take it: parts of text as one, arguments of calls as objects."""
+    made = {name: value for name, value in _mapping(message).items() if value is not None}
+    content = made.get("content", "")
+    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
+        content = "".join(part["text"] for part in content)
+    made["content"] = content
+    if calls := made.get("tool_calls"):
+        made["tool_calls"] = [_plain_call(call) for call in calls]
+    return made
+
+
+def _plain_call(call: Any) -> dict[str, Any]:
+    made = dict(_mapping(call))
+    function = dict(_mapping(made["function"]))
+    if isinstance(function.get("arguments"), str):
+        with suppress(ValueError):  # malformed, as the policy has said it
+            function["arguments"] = json.loads(function["arguments"])
+    return {**made, "function": function}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """Of what has been answered too, which callers put into the next request as it is."""
+    if isinstance(value, Mapping):
+        return value
+    return value.model_dump() if hasattr(value, "model_dump") else vars(value)
+
+
+def _completion(message: dict[str, Any], reply: Reply, model: str) -> dict[str, Any]:
     finish = "tool_calls" if reply.tool_calls else FINISH[reply.finish]
-    made = {
+    return {
         "id": f"chatcmpl-{time.monotonic_ns()}",
         "object": "chat.completion",
         "created": int(time.time()),
@@ -105,10 +153,6 @@ def _completion(message: dict[str, Any], reply: Reply, model: str) -> Any:
             "total_tokens": len(reply.ids),
         },
     }
-    theirs = sys.modules.get("openai.types.chat")
-    if theirs is not None:
-        return theirs.ChatCompletion.model_validate(made)
-    return _with_attributes(made)
 
 
 def _with_attributes(value: Any) -> Any:

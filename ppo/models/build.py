@@ -166,7 +166,12 @@ def build_value_model(
 
 def _on_meta(path: Path, hf_config: Any, model_config: ModelConfig, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+    kind = hf_config.model_type
+    may_be_encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not hf_config.is_encoder_decoder
+    if may_be_encoder and not getattr(hf_config, "is_decoder", True):
+        raise InputError(f"{path}: is no decoder: {kind} reads a text from both sides")
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
@@ -175,6 +180,10 @@ def _on_meta(path: Path, hf_config: Any, model_config: ModelConfig, dtype: torch
     except ValueError as error:  # an encoder, or an architecture that has code of its own
         reason = str(error).partition("\n")[0]  # what follows lists everything that it knows
         raise InputError(f"{path}: is no decoder that transformers knows: {reason}") from error
+    except (ArithmeticError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        raise InputError(
+            f"{path}: no model can be built by its config.json: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _replace(

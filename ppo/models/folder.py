@@ -5,6 +5,7 @@ weights.
 """
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from ppo.errors import InputError
 from ppo.models.tiny import build_tiny_model
 from sharding.agree import raise_everywhere
 from sharding.mesh import Mesh
+
+logger = logging.getLogger(__name__)
 
 GENERATION_CONFIG = "generation_config.json"
 # Configuration and tokenizer, whatever their kind (merges.txt, tokenizer.model.v3, ...), and code
@@ -37,6 +40,8 @@ def model_folder(path: str, mesh: Mesh, run_dir: Path, *, classifier: bool = Fal
     folder, error = Path(path), None
     is_hub_name = not folder.is_dir()
     try:
+        if is_hub_name:
+            logger.info("%s: no such folder here; from the hub, or its cache", path)
         if is_hub_name and mesh.local_rank == 0:  # one download per node, then the others find it
             _fetch(path)
     except (OSError, ValueError) as problem:

@@ -70,9 +70,10 @@ def _load(path: str | Path, model_config: ModelConfig) -> Any:
 
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=model_config.trust_remote_code)
-    except (OSError, ValueError) as error:  # no file, no JSON, an unknown type, code of its own
+    except Exception as error:  # no file, no JSON, values of another kind: each has its own
         hint = "set model.trust_remote_code: " if "trust_remote_code" in str(error) else ""
-        raise InputError(f"{path}: no configuration that loads: {hint}{error}") from error
+        reason = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        raise InputError(f"{path}: no configuration that loads: {hint}{reason}") from error
 
 
 def _override(config: Any, path: str | Path, model_config: ModelConfig) -> None:

@@ -1,5 +1,6 @@
 """Actor, critic and reference of a run, from its configuration."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -18,6 +19,8 @@ from ppo.models.learner import Learner, Model, WithoutAdapters, make_optimizer
 from sharding.fsdp import reshard
 from sharding.layout import row_parallel_weight
 from sharding.mesh import Mesh
+
+logger = logging.getLogger(__name__)
 
 
 class Models(NamedTuple):
@@ -58,6 +61,7 @@ def build_models(
     aligned = None
     if config.parallel.align_to_rollout:
         aligned = row_parallel_weight(hf_config.model_type)
+    logger.info("actor: loading %s", folder)
     module = build_causal_lm(folder, mesh, shard_dim1=aligned, num_ids=num_ids, **options["actor"])
     actor = _learner("actor", module, config, mesh, total_steps)
     critic = ref = None
@@ -65,6 +69,7 @@ def build_models(
         critic_folder = model_folder(roles["critic"].path, mesh, run_dir)
         own = vocabulary_of(critic_folder, config.model)
         _check_vocabulary(config, roles["critic"], own, num_ids)
+        logger.info("critic: loading %s", critic_folder)
         module = build_value_model(critic_folder, mesh, **options["critic"])
         critic = _learner("critic", module, config, mesh, total_steps)
     if config.ref_is_actor:
@@ -96,6 +101,7 @@ def _build_ref(config: Config, mesh: Mesh, run_dir: Path, num_ids: int) -> nn.Mo
     """The reference: the actor's model, or another one with the same token ids. Collective."""
     role = config.models["ref"]
     options, folder = build_options(config, role), model_folder(role.path, mesh, run_dir)
+    logger.info("ref: loading %s", folder)
     if role.path != config.model.path:
         options["model_config"] = replace(config.model, path=role.path, override_config={})
         _check_positions(config, load_hf_config(folder, options["model_config"]), role.path_key)

@@ -108,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             convert(Path(scratch), folder)
     except PackageError as error:
         parser.exit(2, f"{error}\n")
+    except OSError as error:
+        parser.exit(2, f"{options.out}: cannot be written: {error.strerror}\n")
     logger.info("wrote %s", options.out)
 
 

@@ -44,6 +44,7 @@ TELL_S = 30.0
 
 def open_prompts(config: Config, run: Run) -> PromptSets:
     """The prompts of a run for its model: `load_prompts`. Collective."""
+    logger.info("importing transformers, and reading the tokenizer and the prompts")
     folder = model_folder(config.model.path, run.mesh, run.dir)
     vocabulary = vocabulary_of(folder, config.model)
     tokenizer_folder = model_folder(config.model.tokenizer_path, run.mesh, run.dir)

@@ -12,17 +12,16 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from ppo.check.files import missing_files, wrong_contents
+from ppo.check.commands import problems_of_start
 from ppo.check.memory_phases import Plan
 from ppo.check.preflight import find_models
-from ppo.check.rules import check_config
 from ppo.check.shard_size import sized
 from ppo.check.warnings import config_warnings
 from ppo.config import Config, ConfigError, Problem
@@ -59,6 +58,14 @@ ENVIRONMENT = {
 """what torch reads of the environment, unless the user has set it: gloo connects ranks when they
 first talk to each other, not all to all in every group; NCCL's flight recorder keeps the last
 collectives and writes them down when one of them times out"""
+RANK_VARIABLES = (
+    ("RANK", "rank", 0),
+    ("LOCAL_RANK", "local_rank", 0),
+    ("WORLD_SIZE", "world_size", 1),
+    ("LOCAL_WORLD_SIZE", "ranks_per_node", 1),
+)
+"""of torchrun: name, field of Launch, and what it is without"""
+BY_TORCHRUN = "torchrun sets them all; for a run of one process `unset RANK WORLD_SIZE`"
 DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 """where the flight recorder writes, the rank is appended"""
 OLDER_NAMES = {
@@ -90,15 +97,12 @@ class Launch:
 
     @classmethod
     def from_env(cls, env: MutableMapping[str, str]) -> "Launch":
-        """Read torchrun's variables, and set ENVIRONMENT."""
+        """Read torchrun's variables, and set ENVIRONMENT. Raises InputError."""
         for name, value in ENVIRONMENT.items():
             _set_unless_given(env, name, value)
         has_agent = "TORCHELASTIC_RUN_ID" in env
         return cls(
-            rank=int(env.get("RANK", 0)),
-            local_rank=int(env.get("LOCAL_RANK", 0)),
-            world_size=int(env.get("WORLD_SIZE", 1)),
-            ranks_per_node=int(env.get("LOCAL_WORLD_SIZE", 1)),
+            **ranks_of(env),
             restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
             has_agent=has_agent,
             threads=given_threads(env, os.getppid() if has_agent else None),
@@ -110,11 +114,7 @@ class Launch:
     def problems(self, config: Config) -> list[Problem]:
         """Whatever is wrong with a configuration for this world and on this machine."""
         size, per_node = self.world_size, self.ranks_per_node
-        return [
-            *check_config(config, world_size=size, ranks_per_node=per_node),
-            *missing_files(config),
-            *wrong_contents(config),
-        ]
+        return problems_of_start(config, world_size=size, ranks_per_node=per_node)
 
     def report(self, error: InputError) -> int:
         """Say at once, and once, what is wrong with the user's input; the exit code.
@@ -138,6 +138,29 @@ class Launch:
                 Path(self.error_file).write_text(json.dumps(content), encoding="utf-8")
 
 
+def ranks_of(env: Mapping[str, str]) -> dict[str, int]:
+    """Which rank of how many this process is, by the fields of `Launch`.
+
+    Raises InputError for what torchrun would not say: a container or a cluster has set some of it.
+    """
+    found: dict[str, int] = {}
+    for name, field_name, default in RANK_VARIABLES:
+        text = env.get(name, "").strip() or str(default)
+        if not text.isdecimal():
+            raise InputError(f"{name}={text!r} of the environment is no number: {BY_TORCHRUN}")
+        found[field_name] = int(text)
+    size, per_node = found["world_size"], found["ranks_per_node"]
+    if found["rank"] >= size or found["local_rank"] >= per_node or per_node > size:
+        said = ", ".join(f"{name}={found[field]}" for name, field, _ in RANK_VARIABLES)
+        raise InputError(f"the environment says {said}, which do not agree: {BY_TORCHRUN}")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+    if missing and size > 1 and "TORCHELASTIC_RUN_ID" not in env:
+        raise InputError(
+            f"WORLD_SIZE={size} in the environment, and no {' and '.join(missing)}: {BY_TORCHRUN}"
+        )
+    return found
+
+
 def _set_unless_given(env: MutableMapping[str, str], name: str, value: str) -> None:
     """Where the user has set it by none of its names."""
     if OLDER_NAMES.get(name, name) not in env:
@@ -157,8 +180,9 @@ def program(
     # at some moment of each rank's own, in which the others wait for it.
     gc.collect()
     gc.freeze()
-    launch = Launch.from_env(env)
+    launch = Launch()
     try:
+        launch = Launch.from_env(env)
         return start(launch, sys.argv[1:] if words is None else words)
     except InputError as error:
         return launch.report(error)

@@ -31,7 +31,8 @@ class Part(NamedTuple):
 
 
 class WriteError(InputError):
-    """Files of an earlier call, or a value that parquet cannot hold."""
+    """Files of an earlier call, a value that parquet cannot hold, a folder to which nothing can be
+    written."""
 
 
 def write_parts(out: Path, parts: dict[str, Part]) -> None:
@@ -46,10 +47,13 @@ def write_parts(out: Path, parts: dict[str, Part]) -> None:
                 f"{path} is of an earlier call, and this one makes no {name} rows: its questions "
                 "might be among the new ones; move it, or write to another folder"
             )
-    with ExitStack() as written:
-        for name, part in parts.items():
-            if part.rows:
-                _write(written.enter_context(new_file(out / f"{name}.parquet")), part)
+    try:
+        with ExitStack() as written:
+            for name, part in parts.items():
+                if part.rows:
+                    _write(written.enter_context(new_file(out / f"{name}.parquet")), part)
+    except OSError as error:
+        raise WriteError(f"{out}: cannot be written: {error.strerror}") from error
     for name, part in parts.items():
         if part.rows:
             logger.info("wrote %s: %d rows", out / f"{name}.parquet", len(part.rows))

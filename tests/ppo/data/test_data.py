@@ -169,9 +169,14 @@ def test_missing_files_folders_and_unknown_kinds_are_errors(tmp_path):
     ]:
         with pytest.raises(DataError, match=message):
             check_data_files(files, data_config())
-    (tmp_path / "a.csv").write_text("a")
-    with pytest.raises(DataError, match="unknown kind of file"):
-        check_data_files(str(tmp_path / "a.csv"), data_config())
+    for name, advice in (("a.csv", "prepare csv makes"), ("a.jsonl.gz", "unpack it"), ("a", "")):
+        (tmp_path / name).write_text("a")
+        with pytest.raises(DataError, match=f"unknown kind of file .*{advice}"):
+            check_data_files(str(tmp_path / name), data_config())
+    for name in ("pointer.parquet", "pointer.jsonl"):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+        with pytest.raises(DataError, match=f"{name}.*`git lfs pull` fetches the file"):
+            check_data_files(str(tmp_path / name), data_config())
     check_data_files(["tiny"], data_config())
 
 

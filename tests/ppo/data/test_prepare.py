@@ -103,6 +103,13 @@ def test_any_jsonl_becomes_prompts_that_load(tmp_path):
     assert prompt.extra_info["level"] == 3
 
 
+def test_a_folder_to_which_nothing_can_be_written_is_said(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", {"prompt": "p", "answer": "a"})
+    with pytest.raises(SystemExit, match="2"):
+        main(["jsonl", "--out", source, "--input", source])
+    assert capsys.readouterr().err == f"{source}: cannot be written: File exists\n"
+
+
 def prepare(tmp_path: Path, *arguments: str) -> list[dict]:
     main(["jsonl", "--out", str(tmp_path / "out"), *arguments])
     return read(tmp_path / "out" / "train.parquet")

@@ -79,15 +79,18 @@ from ppo.episodes.openai_client import OpenAIClient
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
 async def load(row, policy):
-    create = OpenAIClient(policy).chat.completions.create
+    client = OpenAIClient(policy)
+    create = client.chat.completions.create
     messages = [{"role": "user", "content": "Look."}]
     said = await create(model="m", messages=messages, tools=TOOLS, temperature=0.3, n=1)
     choice = said.choices[0]
     assert choice.finish_reason == "tool_calls" and said.usage.completion_tokens > 3
     (call,) = choice.message.tool_calls
-    messages.append({"role": "assistant", "content": choice.message.content, "tool_calls": [call]})
-    messages.append({"role": "tool", "tool_call_id": call.id, "name": "look", "content": "a wall"})
-    said = await create(model="m", messages=messages, tools=TOOLS, max_completion_tokens=3)
+    messages.append(choice.message)
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "wall"}]
+    messages.append({"role": "tool", "tool_call_id": call.id, "name": "look", "content": parts})
+    asked = {"model": "m", "messages": messages, "tools": TOOLS, "max_completion_tokens": 3}
+    said = await client.post("/chat/completions", body=asked)
     assert said.choices[0].finish_reason == "length" and said.choices[0].message.tool_calls is None
     other = await create(model="m", messages=[{"role": "user", "content": "Judge."}])
     return float(other.choices[0].message.content)
@@ -175,3 +178,59 @@ def test_a_client_as_openai_has_it(tmp_path: Path, has_openai: bool) -> None:
     assert main.prompt_ids == first.prompt_ids and other.prompt_ids == third.prompt_ids
     assert second.max_tokens == 3 and "a wall" in text_of(second.prompt_ids)
     assert "Judge." in text_of(third.prompt_ids) and third.segment == 1
+
+
+# as verifiers' documentation has them, up to 0.3
+VERIFIERS = '''
+import verifiers as vf
+from datasets import Dataset
+from ppo.episodes.openai_client import OpenAIClient
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: one
+        b: other
+    """
+    return a + b
+
+class Again(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        return [{"role": "user", "content": "again"}]
+
+async def exact(completion, answer) -> float:
+    return float(completion[-1]["content"] == answer)
+
+def num_turns(state) -> float:
+    return float(len(state["trajectory"]))
+
+data = Dataset.from_list([{"question": "Copy b.", "answer": "b"}])
+ENVS = {
+    "single": vf.SingleTurnEnv(dataset=data, system_prompt="Hi.", rubric=vf.Rubric(funcs=[exact])),
+    "multi": Again(dataset=data, rubric=vf.Rubric(funcs=[num_turns]), max_turns=3),
+    "tool": vf.ToolEnv(dataset=data, tools=[add], rubric=vf.Rubric(funcs=[num_turns, exact])),
+}
+
+async def episode(row, policy):
+    env = ENVS[row["env"]]
+    client = vf.OpenAIChatCompletionsClient(OpenAIClient(policy))
+    said = await env.run_rollout(env.get_dataset()[0], client, "policy", {"temperature": 0.1})
+    return {"score": said["reward"], **said["metrics"]}
+'''
+
+
+@pytest.mark.full
+def test_environments_of_verifiers(tmp_path: Path) -> None:
+    """`pip install "verifiers<0.4"` has them; run with 0.3.1 on 2026-11-30."""
+    pytest.importorskip("verifiers.legacy")
+    turns = [["b"], ["one", "two", "three"], [call("add", a=2, b=3), "b"], [""]]
+    specs = [spec(i, env=env) for i, env in enumerate(["single", "multi", "tool", "single"])]
+    asked: list[TurnRequest] = []
+    results = run(tmp_path, VERIFIERS, "episode", specs, lambda r: turns[r.episode][r.turn], asked)
+    assert [results[i].score for i in range(4)] == [1.0, 3.0, 3.0, 0.0]
+    assert [len(results[i].segments) for i in range(4)] == [1, 1, 1, 1]
+    last = max((r for r in asked if r.episode == 2), key=lambda r: r.turn)
+    assert "<tool_response>\n5\n</tool_response>" in text_of(last.prompt_ids)
+    begun = text_of(next(request for request in asked if request.episode == 0).prompt_ids)
+    assert "system\nHi." in begun and "user\nCopy b." in begun

@@ -342,6 +342,7 @@ def test_override_config_refuses_a_key_that_the_model_lacks(tmp_path):
     [
         ("{nope", "not a valid JSON"),
         ('{"model_type": "nope"}', "model type `nope`"),
+        ('{"model_type": "qwen2", "hidden_size": "64"}', "hidden_size"),
         ('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}', "set model.trust_remote"),
     ],
 )
@@ -349,6 +350,22 @@ def test_a_configuration_that_does_not_load_is_wrong_input(tmp_path, text, words
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=f"{tmp_path}: no configuration that loads: .*{words}"):
         load_hf_config(tmp_path, model_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"model_type": "bert"}, "is no decoder: bert reads a text"),
+        ({"model_type": "t5"}, "is no decoder that transformers knows"),
+        ({"model_type": "qwen2", "num_attention_heads": 0}, "no model can be built by its config"),
+    ],
+)
+def test_a_configuration_of_no_decoder_is_wrong_input(tmp_path, keys, words):
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    with init_distributed(torch.device("cpu")):
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), torch.device("cpu"))
+        with pytest.raises(InputError, match=f"{tmp_path}: {words}"):
+            build(build_causal_lm, tmp_path, mesh)
 
 
 def test_what_is_random_in_training_has_no_effect(tmp_path, caplog):

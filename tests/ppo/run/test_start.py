@@ -7,7 +7,14 @@ import torch
 
 from ppo.config import load_config
 from ppo.errors import InputError
-from ppo.run.start import EXIT_CONFIG, SAID_ABOVE, Launch, choose_dims, use_expandable_segments
+from ppo.run.start import (
+    EXIT_CONFIG,
+    SAID_ABOVE,
+    Launch,
+    choose_dims,
+    program,
+    use_expandable_segments,
+)
 from ppo.run.startup import StartClock, process_age
 from sharding.mesh import init_distributed
 
@@ -42,6 +49,23 @@ def test_wrong_input_is_said_at_once_and_once_and_torchruns_report_points_to_it(
         "error2.json": str(ERROR),  # the second node's own
     }
     assert all(reason["timestamp"] > 1e9 for reason in files.values())
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"RANK": "first"}, "RANK='first' of the environment is no number"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE='-1'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "which do not agree"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "no MASTER_ADDR and MASTER_PORT"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "no MASTER_PORT"),
+    ],
+)
+def test_an_environment_that_torchrun_would_not_make_is_wrong_input(capfd, env, words):
+    assert program(lambda *_: 0, env, []) == EXIT_CONFIG
+    err = capfd.readouterr().err
+    assert words in err and "`unset RANK WORLD_SIZE`" in err and len(err.splitlines()) == 1
+    assert program(lambda launch, _: launch.world_size, {"WORLD_SIZE": ""}, []) == 1
 
 
 def test_without_torchruns_file_the_first_rank_says_it_on_the_first_start(tmp_path, capfd):
