@@ -3,6 +3,7 @@
 import ast
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,12 @@ ENVIRONMENT_READERS = (
 )
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax of a file."""
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
 def modules_of(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
@@ -105,12 +112,14 @@ def modules_of(node: ast.AST) -> list[str]:
     return []
 
 
+@cache
 def imports(path: Path) -> list[str]:
     """Modules imported anywhere in the file, inside functions too."""
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    tree = tree_of(path)
     return [module for node in ast.walk(tree) for module in modules_of(node)]
 
 
+@cache
 def imports_at_import(path: Path) -> list[str]:
     """Modules imported when the file is: not inside functions, nor for type checkers only."""
 
@@ -124,7 +133,7 @@ def imports_at_import(path: Path) -> list[str]:
                     continue
                 yield from visit(getattr(node, field, []))
 
-    return list(visit(ast.parse((ROOT / path).read_text(encoding="utf-8")).body))
+    return list(visit(tree_of(path).body))
 
 
 def within(module: str, package: str) -> bool:
@@ -145,10 +154,11 @@ def room_of(module: str) -> str:
 OURS = {name_of(path): path for path in SOURCES if path.parts[0] != "launch"}
 
 
+@cache
 def ours(path: Path) -> set[str]:
     """The files of ours that a file imports: "from ppo import kl" is ppo/kl.py alone."""
     found = set()
-    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         modules = [module for module in modules_of(node) if module in OURS]
         found |= {m for m in modules if not any(other.startswith(m + ".") for other in modules)}
     return found
@@ -263,7 +273,7 @@ def test_the_environment_is_read_in_the_scripts_the_launchers_and_the_engine_hos
         if str(path).startswith(ENVIRONMENT_READERS):
             continue
         assert "os.environ" not in imports(path), f"{path} imports os.environ"
-        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
             assert name not in ("os.environ", "os.getenv", "os.putenv"), (
                 f"{path}:{getattr(node, 'lineno', 0)} reads the environment"
@@ -286,7 +296,7 @@ def test_there_is_no_utils() -> None:
 def test_nothing_prints_but_the_commands() -> None:
     """A module may print what its own command line was asked for; everything else logs."""
     for path in SOURCES:
-        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        tree = tree_of(path)
         prints = [
             node.lineno
             for node in ast.walk(tree)

@@ -5,6 +5,7 @@ an earlier run. Must not know rewards or how turns get to the engine (ppo/rollou
 """
 
 import json
+import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FINISHES = ("done", "max_turns", "length", "timeout", "error")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +228,8 @@ def open_episodes(
         try:
             tapes = {} if keys.replay is None else read_tapes(Path(keys.replay))
             if mesh.rollout_tp_rank == 0:
+                workers = _workers(config, run)
+                logger.info("starting %d processes that run %s", workers, keys.path)
                 pool = owned.enter_context(
                     EpisodePool(
                         EpisodeProgram(keys.path, keys.name),
@@ -235,7 +240,7 @@ def open_episodes(
                             tool_format=keys.tool_format,
                         ),
                         limits_of(config),
-                        num_workers=_workers(config, run),
+                        num_workers=workers,
                         log_path=run.dir / "logs" / f"episodes_{mesh.rank:04d}.log",
                     )
                 )

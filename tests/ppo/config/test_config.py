@@ -286,7 +286,7 @@ def test_yaml_errors_name_the_line(tmp_path):
 
 def test_a_file_that_is_not_there_is_told_with_a_name_that_is_near_it_alone(tmp_path):
     assert "did you mean ppo_tiny.yaml? configs/ has" in problems(path=Path("ppo_tinny"))[0]
-    assert "did you mean tiny/grpo.yaml?" in problems(path=Path("gpro.yaml"))[0]
+    assert "did you mean tiny/grpo.yaml?" in problems(path=Path("grop.yaml"))[0]
     assert "no such file; configs/ has" in problems(path=Path("nope.yaml"))[0]
     assert "is a folder: name the file" in problems(path=tmp_path)[0]
 

@@ -215,7 +215,10 @@ ENVS = {
 async def episode(row, policy):
     env = ENVS[row["env"]]
     client = vf.OpenAIChatCompletionsClient(OpenAIClient(policy))
-    said = await env.run_rollout(env.get_dataset()[0], client, "policy", {"temperature": 0.1})
+    asked = env.get_dataset()[0]
+    if "messages" in row:
+        asked = {"prompt": row["messages"], "answer": "b", "example_id": 0}
+    said = await env.run_rollout(asked, client, "policy", {"temperature": 0.1})
     return {"score": said["reward"], **said["metrics"]}
 '''
 
@@ -224,12 +227,13 @@ async def episode(row, policy):
 def test_environments_of_verifiers(tmp_path: Path) -> None:
     """`pip install "verifiers<0.4"` has them; run with 0.3.1 on 2026-11-30."""
     pytest.importorskip("verifiers.legacy")
-    turns = [["b"], ["one", "two", "three"], [call("add", a=2, b=3), "b"], [""]]
+    turns = [["b"], ["one", "two", "three"], [call("add", a=2, b=3), "b"], [""], ["b"]]
     specs = [spec(i, env=env) for i, env in enumerate(["single", "multi", "tool", "single"])]
+    specs.append(spec(4, env="single", messages=[{"role": "user", "content": "Say b."}]))
     asked: list[TurnRequest] = []
     results = run(tmp_path, VERIFIERS, "episode", specs, lambda r: turns[r.episode][r.turn], asked)
-    assert [results[i].score for i in range(4)] == [1.0, 3.0, 3.0, 0.0]
-    assert [len(results[i].segments) for i in range(4)] == [1, 1, 1, 1]
+    assert [results[i].score for i in range(5)] == [1.0, 3.0, 3.0, 0.0, 1.0]
+    assert [len(results[i].segments) for i in range(5)] == [1, 1, 1, 1, 1]
     last = max((r for r in asked if r.episode == 2), key=lambda r: r.turn)
     assert "<tool_response>\n5\n</tool_response>" in text_of(last.prompt_ids)
     begun = text_of(next(request for request in asked if request.episode == 0).prompt_ids)
