@@ -83,7 +83,7 @@ ONLY_PREPARE_KNOWS_SCORERS = "ppo/data/prepare/"
 NO_TORCH = (
     *("ppo/check/", "ppo/config/", "ppo/report/", "ppo/rewards/", "ppo/errors.py"),
     *("ppo/episodes/", "ppo/plugin.py"),
-    *("ppo/model_shapes.py", "sharding/dims.py", "sharding/heads.py", "sharding/layout.py"),
+    *("ppo/model_shapes/", "sharding/dims.py", "sharding/heads.py", "sharding/layout.py"),
     "sharding/partition.py",
 )
 MOST_PAIRS_OF_ROOMS = 120
