@@ -92,7 +92,8 @@ def shard_model(
 def transformer_layers(module: nn.Module) -> list[nn.Module]:
     """The layers of a Hugging Face transformer, in forward order.
 
-    They are the members of ModuleLists whose classes the model declares as not to be split.
+    They are the members of ModuleLists whose classes the model declares as not to be split;
+    where it declares none, those of the ModuleList with the most parameters.
 
     Raises:
         ValueError: there are none.
@@ -100,13 +101,15 @@ def transformer_layers(module: nn.Module) -> list[nn.Module]:
     declared = {
         name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()
     }
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     layers = [
         member
-        for part in module.modules()
-        if isinstance(part, nn.ModuleList)
+        for part in lists
         for member in part
         if declared.intersection(cls.__name__ for cls in type(member).__mro__)
     ]
+    if not layers and lists:
+        layers = list(max(lists, key=lambda part: sum(p.numel() for p in part.parameters())))
     if not layers:
         raise ValueError(
             f"{type(module).__name__}: no ModuleList holds any of the layer classes "

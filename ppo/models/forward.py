@@ -24,6 +24,8 @@ from ppo.models.packed.attention import ATTENTION_NAME, Kernel, make_documents, 
 from ppo.models.packed.flash import Heads, use_fastest_flash
 from ppo.models.packed.kernels import choose_kernel, varlen_kernel
 from ppo.models.packed.states import see_documents_alone, stateful_parts
+from sharding.heads import Heads as ModelHeads
+from sharding.heads import text_value
 from sharding.mesh import Mesh
 from sharding.ulysses import ulysses_problems
 
@@ -120,20 +122,16 @@ def _say_padded(name: str, obstacle: str) -> None:
 
 def _heads_of(module: Any, sp: int) -> Heads:
     """As a kernel sees them on one of `sp` ranks."""
-    config = module.config.get_text_config()
-    num = config.num_attention_heads
-    num_kv = getattr(config, "num_key_value_heads", None) or num
-    size = getattr(config, "head_dim", None) or config.hidden_size // num
-    window = getattr(config, "sliding_window", None)
+    heads, window = ModelHeads.of(module.config), text_value(module.config, "sliding_window")
     sinks = any(name.endswith("sinks") for name, _ in module.named_parameters())
-    return Heads(num // sp, max(1, num_kv // sp), size, window, sinks)
+    return Heads(heads.query // sp, max(1, heads.kv // sp), heads.dim, window, sinks)
 
 
 def sp_problem(module: Any, obstacle: str | None, sp: int) -> str | None:
     """Why rows of a model cannot be cut over `sp` > 1 ranks; obstacle: why they are not packed."""
     if obstacle is None and stateful_parts(module):
         return "its layers carry a state from token to token, for which a rank needs the whole row"
-    heads = getattr(module.config.get_text_config(), "num_attention_heads", None)
+    heads = text_value(module.config, "num_attention_heads")
     if heads is None:
         return obstacle or "it has no attention heads"
     return next(iter(ulysses_problems(num_heads=heads, sp=sp)), obstacle)

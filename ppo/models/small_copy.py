@@ -58,8 +58,9 @@ _OTHER_WORDS = {
 }
 _WINDOW_KEY = re.compile(r"window(_size)?$|^local_attention$|^attention_chunk_size$")
 _CAP_KEY = re.compile(r"att(n|ention)_.*cap(ping)?$")
-_EXPERTS_KEY = re.compile(r"experts$")
+_EXPERTS_KEY = re.compile(r"experts$|expert_num$")
 _CHOSEN_KEY = re.compile(r"experts_per_tok(en)?$|^(moe_)?top_?k$|^moe_k$")
+_NUM_LAYERS = ("num_hidden_layers", "num_layers", "decoder_layers")
 # What tells layers apart that are of one kind.
 _INDEX_ATTRIBUTES = {"layer_idx", "layer_id", "layer_number", "block_idx", "training"}
 
@@ -124,10 +125,8 @@ def _shrink(config: Any, divisor: int, positions: int | None) -> None:
         words = set(key.split("_"))
         if hasattr(value, "to_dict"):
             _shrink(value, divisor, positions)
-        elif isinstance(value, dict) and "mrope_section" in value:
-            # frequencies of each of a token's three positions; of text these are equal
-            number = max(sum(value["mrope_section"]) // divisor, 3)
-            setattr(config, key, value | {"mrope_section": [number - 2, 1, 1]})
+        elif isinstance(value, dict) and key.startswith("rope_"):
+            setattr(config, key, _narrow_rope(value, divisor))
         elif isinstance(value, float) and _CAP_KEY.search(key):
             setattr(config, key, min(value, CAP))
         elif isinstance(value, bool) or not isinstance(value, int | list):
@@ -146,6 +145,21 @@ def _shrink(config: Any, divisor: int, positions: int | None) -> None:
             setattr(config, key, min(value, experts))
         elif _is_width(key, words):
             setattr(config, key, _divided(value, divisor))
+
+
+def _narrow_rope(rope: dict[str, Any], divisor: int) -> dict[str, Any]:
+    """Rotary embeddings of narrower heads, of each kind of layer where kinds have their own."""
+    found = dict(rope)
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            found[key] = _narrow_rope(value, divisor)
+        elif key == "mrope_section" and value:
+            # frequencies of each of a token's three positions; of text these are equal
+            number = max(sum(value) // divisor, 3)
+            found[key] = [number - 2, 1, 1]
+        elif key in ("short_factor", "long_factor"):  # one of each frequency (longrope)
+            found[key] = value[::divisor][: max(len(value) // divisor, 1)]
+    return found
 
 
 def _fit_towers(config: Any, text: Any) -> None:
@@ -190,15 +204,18 @@ def _one_layer_of_each_kind(config: Any, build: Build) -> Any:
     except ValueError:
         return config
     number = len(layers)
-    if getattr(text, "num_hidden_layers", None) != number:
+    key = next((key for key in _NUM_LAYERS if getattr(text, key, None) == number), None)
+    if key is None:
         return config
     kinds = [_kind(layer) for layer in layers]
     kept = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)))
     if kept < number:
-        for key, value in list(vars(text).items()):
+        for each, value in list(vars(text).items()):
             if isinstance(value, list | tuple) and len(value) == number:
-                setattr(text, key, value[:kept])
-        text.num_hidden_layers = kept
+                setattr(text, each, value[:kept])
+        if shared := getattr(text, "num_kv_shared_layers", None):  # the last ones
+            text.num_kv_shared_layers = max(shared - (number - kept), 0)
+        setattr(text, key, kept)
     return config
 
 

@@ -103,16 +103,16 @@ def _ask(small: Any, module: Any) -> _Answers:
     try:
         small.set_attn_implementation("eager")
         documents = _documents(small)
-        backbone = _backbone(small, documents[0])
-        own = _measured_transform(module, backbone)
-        small_own = _measured_transform(small, backbone)
         want = _own_logprobs(small, documents)
+        if _difference(want[: DOCUMENTS[1] - 1], want[DOCUMENTS[0] - 1 :]) is not None:
+            raise NoSmallCopy("its log-probs of a token change with the tokens that follow")
+        backbone = _backbone(small, documents[0])
+        small_own = _measured_transform(small, backbone)
+        own = _measured_transform(module, backbone)
     except NoSmallCopy:
         raise
     except Exception as error:  # whatever the code of a family raises
         raise NoSmallCopy(f"{type(error).__name__}: {error}") from error
-    if _difference(want[: DOCUMENTS[1] - 1], want[DOCUMENTS[0] - 1 :]) is not None:
-        raise NoSmallCopy("its log-probs of a token change with the tokens that follow")
     return _Answers(own, small_own, documents, want)
 
 

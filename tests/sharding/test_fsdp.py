@@ -164,6 +164,10 @@ def test_sharded_gradients_equal_unsharded_ones_with_uneven_token_counts_in_ever
 def test_layers_are_found_by_the_classes_that_the_model_declares():
     model = tiny_llama()
     assert transformer_layers(model) == list(model.model.layers)
+    undeclared = nn.Module()  # as BioGPT
+    undeclared.adapters = nn.ModuleList([nn.Linear(1, 1)] * 3)
+    undeclared.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    assert transformer_layers(undeclared) == list(undeclared.layers)
     with pytest.raises(ValueError, match="Linear: no ModuleList"):
         transformer_layers(nn.Linear(2, 2))
 

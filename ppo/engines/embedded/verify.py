@@ -18,8 +18,11 @@ from ppo.models.small_copy import NoSmallCopy, build_small_copy
 
 logger = logging.getLogger(__name__)
 
-PROMPTS, RESPONSE = (3, 6, 6), 8
-"""tokens of the prompts that are prefilled together, and tokens that each row decodes then"""
+PROMPTS, COPIES, RESPONSE = (3, 6, 6), (1, 2, 2), 8
+"""tokens of the prompts that are prefilled together, rows of each of them, and tokens that a row
+decodes then"""
+ENDED = 2
+"""a row that ends at once: cohorts and caches are cut, and prompts are shared, without it too"""
 TOLERANCE = 3e-3
 """largest difference of log-probs, in their standard deviations"""
 HOST = torch.device("cpu")
@@ -88,6 +91,8 @@ def _compared(hf_config: Any, cache: CacheKind, trust_remote_code: bool) -> str 
     number = small.get_input_embeddings().weight.shape[0] - 1
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(number, (n + RESPONSE,), generator=generator) for n in PROMPTS]
+    # the last prompt goes on in two ways
+    rows.append(torch.cat([rows[-1][: PROMPTS[-1]], rows[0][-RESPONSE:]]))
     try:
         got = _logits(small, rows, cache, trust_remote_code).log_softmax(-1)  # [R, n, V]
     except Exception as error:  # whatever the code of a family does with what it is not made for
@@ -102,10 +107,7 @@ def _compared(hf_config: Any, cache: CacheKind, trust_remote_code: bool) -> str 
 
 
 def _logits(small: Any, rows: Sequence[Tensor], kind: CacheKind, trust_remote_code: bool) -> Tensor:
-    """Logits [R, RESPONSE + 1, V] after each row's prompt, and after each token that follows.
-
-    The last row shares its prompt with another one that ends at once.
-    """
+    """Logits [R, RESPONSE + 1, V] after each row's prompt, and after each token that follows."""
     weights = dict(small.named_parameters())
     model = LocalModel(
         small.config,
@@ -120,16 +122,20 @@ def _logits(small: Any, rows: Sequence[Tensor], kind: CacheKind, trust_remote_co
     model.allocate()
     for name, parameter in model.parameters().items():
         parameter.copy_(weights[name])
-    cache = model.make_cache(rows=len(rows) + 1, columns=max(PROMPTS) + RESPONSE)
-    lengths, copies = torch.tensor(PROMPTS), [1] * (len(rows) - 1) + [2]
-    step = cache.prefill(PROMPTS, copies, HOST)
-    prompts = [row[:length] for row, length in zip(rows, PROMPTS, strict=True)]
+    cache = model.make_cache(rows=sum(COPIES), columns=max(PROMPTS) + RESPONSE)
+    lengths = torch.tensor(PROMPTS)
+    step = cache.prefill(PROMPTS, COPIES, HOST)
+    prompts = [row[:length] for row, length in zip(rows, PROMPTS, strict=False)]
     padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    logits = [model.logits(padded, step, cache, last=lengths - 1)]
-    assert cache.keep(range(len(rows))) == list(range(len(rows)))
+    first = model.logits(padded, step, cache, last=lengths - 1)  # [prompts, V]
+    running = [row for row in range(sum(COPIES)) if row != ENDED]
+    # what each running row goes on with, in the cache's order: a number of `rows`
+    order = [running.index(old) for old in cache.keep(running)]
+    lengths, back = lengths[[0, 1, 2, 2]][order], torch.tensor(order).argsort()
+    logits = [first[[0, 1, 2, 2]]]
     for count in range(RESPONSE):
         positions = lengths + count
         step = cache.decode(positions, int(positions.max()) + 1)
-        tokens = torch.stack([row[p] for row, p in zip(rows, positions.tolist(), strict=True)])
-        logits.append(model.logits(tokens[:, None], step, cache))
+        tokens = torch.stack([rows[r][p] for r, p in zip(order, positions.tolist(), strict=True)])
+        logits.append(model.logits(tokens[:, None], step, cache)[back])
     return torch.stack(logits, 1)

@@ -176,6 +176,44 @@ def test_a_copy_is_small_the_same_each_time_and_leaves_random_numbers_alone():
     assert (config.num_hidden_layers, config.hidden_size) == (94, 4096)
 
 
+def test_layers_are_cut_where_they_are_counted_otherwise_and_the_last_ones_share_keys():
+    gemma = AutoConfig.for_model(
+        "gemma4_text",
+        **SHAPE | {"num_hidden_layers": 18, "global_head_dim": 16},
+        num_kv_shared_layers=12,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=96,
+    )
+    small = build_small_copy(gemma)
+    # layers 6 and 11 are the first of their kind that take keys and values of others
+    assert (small.config.num_hidden_layers, small.config.num_kv_shared_layers) == (12, 6)
+    assert small(input_ids=torch.arange(5)[None]).logits.isfinite().all()
+    longcat = AutoConfig.for_model(  # two attentions in a layer
+        "longcat_flash",
+        **{"hidden_size": 256, "num_layers": 4, "num_attention_heads": 4, "vocab_size": 96},
+        **{"ffn_hidden_size": 256, "expert_ffn_hidden_size": 64, "n_routed_experts": 32},
+        **{"q_lora_rank": 64, "kv_lora_rank": 64, "zero_expert_num": 256},
+    )
+    small = build_small_copy(longcat)
+    assert (small.config.num_layers, small.config.zero_expert_num) == (2, 12)
+    assert small(input_ids=torch.arange(5)[None]).logits.isfinite().all()
+
+
+def test_a_copy_has_the_frequencies_of_its_narrow_heads():
+    factors = {"short_factor": [1.0 + i for i in range(48)], "long_factor": [2.0] * 48}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    config = AutoConfig.for_model(  # Phi-4-mini's heads
+        "phi3",
+        **SHAPE | {"hidden_size": 256, "num_attention_heads": 2, "head_dim": 128},
+        partial_rotary_factor=0.75,
+        rope_parameters=rope,
+        original_max_position_embeddings=4096,
+    )
+    assert findings_of(config).obstacle is None
+    small = build_small_copy(config).config
+    assert small.rope_parameters["short_factor"] == [1.0, 17.0, 33.0]
+
+
 def test_a_tower_beside_the_text_model_keeps_heads_that_divide_its_width():
     vision = {"num_hidden_layers": 1, "hidden_size": 1200, "num_attention_heads": 16}
     config = AutoConfig.for_model(
