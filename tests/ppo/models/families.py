@@ -17,8 +17,28 @@ import torch
 from ppo.errors import InputError
 from ppo.models.verify import examine
 
+QWEN4_INDEXER: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 0.25,
+    },
+}
 # What the default configuration lacks, or sets to what no published model has.
 EXTRA: dict[str, dict[str, Any]] = {
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 5e5}},
     "deepseek_v2": {"num_experts_per_tok": 2, "moe_intermediate_size": 1408},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_head": 64, "mamba_n_heads": 16, "lm_head_multiplier": 0.0195},
@@ -32,6 +52,9 @@ EXTRA: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
     "phimoe": {"sliding_window": 2047},
+    "qwen4_exp": {"text_config": QWEN4_INDEXER},
+    "qwen4_exp_text": QWEN4_INDEXER,
+    "reformer": {"is_decoder": True},
 }
 
 

@@ -9,7 +9,7 @@ from tests.ppo.models.matrix import rows
 def test_a_family_with_sinks_is_trained_packed_and_generates_as_transformers_scores():
     row = next(rows(["granite_swa"]))
     assert row[1:5] == ("packed", "yes", "own cache", "no"), row
-    assert row.difference < 1e-5
+    assert row.difference <= 1e-6
 
 
 @pytest.mark.full
