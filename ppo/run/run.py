@@ -441,7 +441,8 @@ class Run:
         reason, early = self._stops.reason, self._early_end
         self._status.note(self._stops.outcome, reason or early)
         said = f"stopped ({reason})" if reason else f"done ({early})" if early else "done"
-        logger.info("%s after step %d", said, self._status.step)
+        step = self._status.step  # an evaluation takes none
+        logger.info("%s", f"{said} after step {step}" if step or reason else said)
 
     def _fail(self, reason: str, *, level: int = logging.ERROR) -> None:
         claim = (lambda _: True) if self._watchdog is None else self._watchdog.claim

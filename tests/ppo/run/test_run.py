@@ -327,6 +327,13 @@ def test_a_start_that_is_refused_leaves_the_record_of_a_run_as_it_is(tmp_path, s
     assert record_of(tmp_path) == earlier
 
 
+def test_an_evaluation_is_done_after_no_step(tmp_path: Path, caplog) -> None:
+    caplog.set_level("INFO")
+    with init_distributed(torch.device("cpu")), open_run(tmp_path, 1) as run:
+        run.begin()
+    assert caplog.messages[-1] == "done"
+
+
 def test_a_start_that_does_not_train_writes_into_a_folder_of_its_own(tmp_path: Path) -> None:
     earlier = leave_a_run(tmp_path)
     with init_distributed(torch.device("cpu")):
