@@ -36,14 +36,11 @@ class NotBuilt(NamedTuple):
 
 
 NOT_BUILT = {
-    "model.checkpoint_policy": NotBuilt("full"),
     "actor.tensor_parallel_size": NotBuilt("1", "use actor.ulysses_sequence_parallel_size"),
     "actor.expert_parallel_size": NotBuilt("1"),
     "actor.router_aux_loss_coef": NotBuilt("0"),
     "actor.router_replay": NotBuilt("off"),
     "critic.tensor_parallel_size": NotBuilt("1", "use actor.ulysses_sequence_parallel_size"),
-    "rollout.engine_process": NotBuilt("auto"),
-    "rollout.episode": NotBuilt(None),
     "rollout.tail": NotBuilt(None),
     "rollout.partial": NotBuilt(None),
 }

@@ -13,12 +13,16 @@ from ppo.config.foreign import foreign
 from ppo.config.migrate.given import Given
 from ppo.config.migrate.translate import BY_TOKENS, NOTHING, Answer, Dialect, Rule, raw_of
 from ppo.config.schema import schema
+from ppo.config.sections.rollout import ToolFormat
 from ppo.config.sections.trainer import LoggerName
-from ppo.config.trainers.verl import RENAMED
+from ppo.config.trainers.verl import EPISODES, RENAMED
 from ppo.config.values import is_null
 
 _PREFIX = "actor_rollout_ref."
+_TURNS = "rollout.multi_turn."
 _SAME_ESTIMATOR = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
+_SAME_FORMAT = {"qwen3_coder": "qwen3_xml", "llama3_json": "llama3"}
+_MULTIMODAL = re.compile(r"(?i)(?:\b|_)(?:vl|vision|omni|llava|internvl\w*)(?:\b|_)")
 _RANDOM = re.compile(r"model\.override_config\..*(dropout|pdrop|layerdrop|jitter)[^.]*")
 _OVERLONG = re.compile(
     r"(?:reward_model|reward|custom_reward_function)\."
@@ -163,6 +167,37 @@ def _logger(raw: Any, given: Given) -> Answer:
     return Answer({"trainer.logger": [*ours, *[n for n in ("jsonl",) if n not in ours]]}, gap)
 
 
+def _multi_turn(raw: Any, given: Given) -> Answer:
+    names = (f"{_TURNS}function_tool_path", "data.function_tool_path")
+    has_tools = any(not is_null(_value(given, name, None)) for name in names)
+    return Answer(gap=EPISODES) if _has_turns(given) and not has_tools else NOTHING
+
+
+def _of_turns(ours: str) -> Rule:
+    """What means nothing unless turns are switched on."""
+    return lambda raw, given: (
+        Answer({ours: raw}) if _has_turns(given) and not is_null(raw) else NOTHING
+    )
+
+
+def _has_turns(given: Given) -> bool:
+    return str(_value(given, f"{_TURNS}enable", "false")).lower() == "true"
+
+
+def _tool_format(raw: Any, given: Given) -> Answer:
+    if not _has_turns(given):
+        return NOTHING
+    known = _SAME_FORMAT.get(str(raw), str(raw))
+    if known in get_args(ToolFormat):
+        return Answer({"rollout.episode.tool_format": known})
+    return Answer(unneeded="rollout.episode.tool_format follows the chat template")
+
+
+def _model(raw: Any, given: Given) -> Answer:
+    sees = "it sees, by its name: the language model alone is trained, on text"
+    return Answer({"model.path": raw}, gap=sees if _MULTIMODAL.search(str(raw)) else "")
+
+
 def _estimator(raw: Any, given: Given) -> Answer:
     return Answer({"algorithm.adv_estimator": _SAME_ESTIMATOR.get(str(raw), raw)})
 
@@ -226,7 +261,14 @@ RULES: Mapping[str, Rule] = {
     "data.custom_cls.name": _dataset_class,
     "data.image_key": _no_default("images", why="vision is not built"),
     "data.video_key": _no_default("videos", why="vision is not built"),
+    "actor.freeze_vision_tower": _no_default("False", "false", why="vision is not built"),
+    "model.path": _model,
     "rollout.name": _engine,
+    f"{_TURNS}enable": _multi_turn,
+    f"{_TURNS}format": _tool_format,
+    f"{_TURNS}max_assistant_turns": _of_turns("rollout.episode.max_turns"),
+    f"{_TURNS}max_turns": _of_turns("rollout.episode.max_turns"),
+    f"{_TURNS}function_tool_path": _of_turns("rollout.episode.path"),
     "rollout.top_k": lambda raw, given: Answer(
         {"rollout.top_k": raw_of(-1) if str(raw) == "0" else raw}
     ),

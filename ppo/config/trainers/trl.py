@@ -178,7 +178,6 @@ _NOT_BUILT = {
     "entropy_coef_max entropy_coef_delta entropy_target",
     "a mask of off-policy sequences": "off_policy_mask_threshold",
     "the unbiased KL loss": "use_bias_correction_kl",
-    "multi-turn generation with tools": "max_tool_calling_iterations tools environment_factory",
     "normalising of rewards": "whiten_rewards reward_clip_range normalize_advantage token_level_kl",
 }
 
@@ -189,4 +188,11 @@ ADVICE |= {
     name: f"{what} is not built; remove it"
     for what, names in _NOT_BUILT.items()
     for name in names.split()
+}
+ADVICE |= {
+    "max_tool_calling_iterations": "use rollout.episode.max_turns, one more: the last calls none",
+    "tools": "use rollout.episode.path, a file with an episode that hands them to the policy: "
+    "ppo/episodes/README.md",
+    "environment_factory": "use rollout.episode.path for the file and rollout.episode.name for the "
+    "class, which runs unchanged: ppo/episodes/README.md",
 }

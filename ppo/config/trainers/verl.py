@@ -12,6 +12,11 @@ TOKENS = (
     "actor.ppo_max_token_len_per_gpu; remove it"
 )
 
+EPISODES = (
+    "use rollout.episode.path, a file with tools (verl's @function_tool), an environment class or "
+    "an episode: ppo/episodes/README.md"
+)
+
 REINFORCE = "with bypass_old_logprob, actor.policy_loss.loss_mode=gpg is the loss without a ratio"
 
 # a path that is this, or begins like this where it ends with a dot, is written like that
@@ -48,6 +53,10 @@ RENAMED = {
     "rollout.checkpoint_engine.update_weights_bucket_megabytes": "rollout.reshard_bucket_mib",
     "rollout.full_determinism": "trainer.deterministic",
     "rollout.engine_kwargs.sglang.": "rollout.engine_kwargs.",
+    "rollout.multi_turn.max_assistant_turns": "rollout.episode.max_turns",
+    "rollout.multi_turn.max_turns": "rollout.episode.max_turns",
+    "rollout.multi_turn.function_tool_path": "rollout.episode.path",
+    "data.function_tool_path": "rollout.episode.path",
     "model.use_rmpad": "model.use_remove_padding",
     "model.target_modules": "model.lora_target_modules",
     "model.exclude_modules": "model.lora_exclude_modules",
@@ -119,6 +128,15 @@ ADVICE = {
     "rollout.cudagraph_capture_sizes": "use rollout.engine_kwargs.cuda_graph_bs",
     "rollout.scheduling_policy": "use rollout.engine_kwargs.schedule_policy",
     "rollout.quantization": "use rollout.engine_kwargs.quantization",
+    **dict.fromkeys(("rollout.multi_turn", "rollout.agent", "data.tool_config_path"), EPISODES),
+    "rollout.multi_turn.max_user_turns": "use rollout.episode.max_turns, which counts the policy's",
+    "rollout.multi_turn.max_tool_response_length": "it counts characters; use "
+    "rollout.episode.max_observation_tokens",
+    "rollout.multi_turn.tool_response_truncate_side": "what is cut is the end; remove it",
+    "rollout.multi_turn.max_parallel_calls": "calls of a turn run one after the other; remove it",
+    "rollout.multi_turn.tokenization_sanity_check_mode": "what was sampled is never encoded again; "
+    "remove it",
+    "rollout.multi_turn.use_inference_chat_template": "there is one chat template; remove it",
     "rollout.limit_images": "vision is not built in; remove it",
     "rollout.checkpoint_engine": "weights go from FSDP shards to the engine directly; "
     "rollout.reshard_bucket_mib is their buffer; remove it",
@@ -235,7 +253,7 @@ _NOT_NEEDED = {
     "trainer.max_wall_time saves in time": "trainer.esi_redundant_time",
     "import it in reward.function or data.custom_cls": "model.external_lib "
     "critic.model.external_lib trainer.checkpoint_callback_class",
-    "all of a model is trained": "actor.freeze_vision_tower",
+    "all of the language model is trained": "actor.freeze_vision_tower",
     "it is a setting of Megatron": "actor.megatron critic.megatron ref.megatron "
     "reward_model.megatron",
     "it has no counterpart": "actor.fsdp.turbo_config critic.fsdp.turbo_config "
@@ -246,8 +264,6 @@ _NOT_NEEDED = {
 _NOT_BUILT = {
     "quantised training": "actor.qat rollout.qat rollout.quantization_config_file "
     "actor.fsdp.qat critic.fsdp.qat ref.fsdp.qat",
-    "multi-turn generation with tools": "rollout.multi_turn rollout.agent data.tool_config_path "
-    "data.function_tool_path",
     "vision": "data.image_key data.video_key data.audio_key data.image_patch_size "
     "data.mm_processor_kwargs",
     "multi-token prediction": "model.mtp critic.model.mtp rollout.mtp",

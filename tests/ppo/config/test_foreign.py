@@ -278,3 +278,9 @@ def test_the_tables_of_other_trainers_name_nothing_twice():
     # a name that is a key of ours already would never be looked up
     assert not (SAME.keys() | verl.RENAMED.keys()) & schema().keys()
     assert Path(verl.__file__).parent.name == "trainers"
+
+
+def test_nothing_that_is_built_is_said_not_to_be():
+    """A misspelt key of a section would be answered so."""
+    for path in NOT_BUILT:
+        assert not [key for key in schema() if key == path or key.startswith(f"{path}.")], path

@@ -173,7 +173,10 @@ def test_what_has_no_counterpart_is_named_with_a_reason():
         "trainer.logger=${LOGGER}",
     )  # fmt: skip
     reasons = {key.partition(" = ")[0].rpartition(".")[2]: why for key, why in found.gaps.items()}
-    assert "multi-turn" in reasons["enable"] and "must be one of gae" in reasons["adv_estimator"]
+    assert (
+        "use rollout.episode.path" in reasons["enable"]
+        and "must be one of gae" in reasons["adv_estimator"]
+    )
     assert "Megatron" in reasons["strategy"] and "top_k is not built" in reasons["top_k"]
     assert (
         "is no key" in reasons["unheard_of"] and "name that YAML file too" in reasons["config-name"]
@@ -181,6 +184,41 @@ def test_what_has_no_counterpart_is_named_with_a_reason():
     assert "LOGGER=... behind the command" in reasons["logger"] and "cuda" in reasons["device"]
     assert found.missing == []
     assert translated("trainer.nnodes=1").missing == ["data.train_files", "model.path"]
+
+
+def test_turns_with_tools_become_episodes():
+    """As examples/sglang_multiturn/run_qwen2.5-3b_gsm8k_multiturn.sh of verl sets them."""
+    turns = "actor_rollout_ref.rollout.multi_turn."
+    words = [
+        *("data.train_files=a.parquet", "actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct"),
+        *(f"{turns}enable=True", f"{turns}max_assistant_turns=5", f"{turns}max_user_turns=5"),
+        *(f"{turns}format=hermes", "actor_rollout_ref.rollout.agent.num_workers=8"),
+    ]
+    found = translated(*words, f"{turns}tool_config_path=tools.yaml")
+    assert found.values["rollout.episode.max_turns"] == 5
+    assert found.values["rollout.episode.tool_format"] == "hermes"
+    gaps = {key.partition(" = ")[0].rpartition(".")[2]: why for key, why in found.gaps.items()}
+    assert "@function_tool" in gaps["enable"] and "@function_tool" in gaps["tool_config_path"]
+    assert "num_workers" not in gaps
+    with_tools = translated(*words, f"{turns}function_tool_path=tools.py")
+    assert with_tools.values["rollout.episode.path"] == "tools.py"
+    assert all("max_user_turns" in key for key in with_tools.gaps)
+    off = translated(*words, f"{turns}enable=False")
+    assert off.gaps == {} and "rollout.episode.max_turns" not in off.values
+
+
+def test_a_model_that_sees_is_named():
+    vision = "actor_rollout_ref.actor.freeze_vision_tower=True"
+    for name in (
+        "Qwen/Qwen2.5-VL-7B-Instruct",
+        "meta-llama/Llama-3.2-11B-Vision",
+        "a/InternVL3-8B",
+    ):
+        words = ("data.train_files=a.parquet", f"actor_rollout_ref.model.path={name}", vision)
+        assert sorted(why.partition(":")[0] for why in translated(*words).gaps.values()) == [
+            "it sees, by its name",
+            "vision is not built",
+        ]
 
 
 def test_files_that_cannot_be_read_end_with_2(tmp_path, capsys):
