@@ -34,6 +34,7 @@ from ppo.models.verify import examine
 from ppo.models.weights import (
     HostCopy,
     WeightsError,
+    check_finite,
     load_weights,
     materialize,
     raise_problems,
@@ -112,6 +113,7 @@ def reload_weights(
         path,
         source=_host_copy(path, mesh, model_config, dtype, False),
     )
+    check_finite(module, path, mesh.host_group)
 
 
 def build_value_model(
@@ -300,6 +302,7 @@ def _fill(
         optional=optional,
         ignored=ignored,
     )
+    check_finite(module, path, mesh.host_group)
     install_input_hook(module)
 
 

@@ -35,6 +35,13 @@ def load_hf_config(path: str | Path, model_config: ModelConfig) -> Any:
     """
     whole = _load(path, model_config)
     config = text_config(whole) or whole
+    if quantized := getattr(whole, "quantization_config", None):
+        keys = quantized if isinstance(quantized, dict) else vars(quantized)
+        raise InputError(
+            f"{path}: its weights are quantised ({keys.get('quant_method')}), and training needs "
+            "them whole: name the model that it was made of, or, if they are whole, take "
+            "quantization_config out of config.json"
+        )
     _override(config, path, model_config)
     for key, value in config.to_dict().items():
         if _RANDOM_KEY.search(key) and isinstance(value, float) and value > 0:

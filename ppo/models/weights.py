@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ppo.errors import InputError
 from sharding.adapters import model_parameters
-from sharding.agree import together
+from sharding.agree import raise_everywhere, together
 from sharding.checkpoint.wrapped import text_name
 from sharding.names import (
     non_persistent_buffers,
@@ -214,6 +214,21 @@ def load_weights(
     if unknown:
         reason = f"{next(iter(unknown))} is computed when a model is built"
         _load_through_host(module, files, unknown, source, reason)
+
+
+def check_finite(module: nn.Module, folder: Path, group: dist.ProcessGroup) -> None:
+    """Raise WeightsError on all ranks of the group for loaded numbers that are not finite."""
+    shards = {name: local_shard(target) for name, target in _targets(module).items()}
+    broken = [name for name, shard in shards.items() if not _is_finite(shard)]
+    error = f"{folder}: {broken[0]} holds numbers that are not finite" if broken else None
+    raise_everywhere(error, group, WeightsError, name_ranks=False)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are; by the largest, which takes no memory of the tensor's size."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    return bool(torch.linalg.vector_norm(tensor, torch.inf).isfinite())
 
 
 def _load_slices(

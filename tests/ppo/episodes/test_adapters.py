@@ -45,6 +45,27 @@ class WordleEnv:
     def _private(self):
         pass
 '''
+# as TRL 1.16.0 takes them: it owns its reward
+OWNS_REWARD = '''
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    def reset(self, **kwargs):
+        return [{"type": "text", "text": " Count "}, {"type": "text", "text": "on."}]
+
+    def add(self, number: int) -> int:
+        """Add.
+
+        Args:
+            number: what
+        """
+        self.count += number
+        return self.count
+
+    async def get_reward(self) -> float:
+        return self.count / 10
+'''
 # as the page on agent loops in verl's documentation has its tools
 VERL = '''
 from verl.tools.function_tool import function_tool
@@ -142,6 +163,17 @@ def test_an_environment_class_of_trl(tmp_path: Path) -> None:
     begun = text_of(next(request for request in asked if request.episode == 0).prompt_ids)
     assert "Make a guess in the Wordle environment." in begun and "_private" not in begun
     assert begun.endswith(f"user\nPlay. Guess a word of 5 letters.{END}\n<|im_start|>assistant\n")
+
+
+def test_an_environment_that_owns_its_reward(tmp_path: Path) -> None:
+    turns, asked = [call("add", number=3), call("get_reward"), "3"], []
+    (result,) = run(
+        tmp_path, OWNS_REWARD, "Counter", [spec(0, "Go.")], lambda r: turns[r.turn], asked
+    ).values()
+    assert result.score == 0.3 and result.counts["parse_error"] == 1  # no tool of the policy
+    begun = text_of(asked[0].prompt_ids)
+    assert '"name": "add"' in begun and "get_reward" not in begun
+    assert begun.endswith(f"user\nGo. Count on.{END}\n<|im_start|>assistant\n")
 
 
 def test_a_file_of_function_tools_of_verl(tmp_path: Path) -> None:

@@ -352,9 +352,25 @@ def test_a_configuration_that_does_not_load_is_wrong_input(tmp_path, text, words
         load_hf_config(tmp_path, model_config(tmp_path))
 
 
+def test_numbers_in_weights_that_are_not_finite_are_wrong_input(tmp_path):
+    folder = save_model(tmp_path / "qwen2", "qwen2")
+    with init_distributed(torch.device("cpu")):
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), torch.device("cpu"))
+        for number in (torch.nan, torch.inf):
+            tensors = load_file(folder / "model.safetensors")
+            tensors["model.norm.weight"][1] = number
+            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+            with pytest.raises(InputError, match=r"model\.norm\.weight holds numbers that are not"):
+                build(build_causal_lm, folder, mesh)
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
+        (
+            {"model_type": "qwen2", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"its weights are quantised \(gptq\)",
+        ),
         ({"model_type": "bert"}, "is no decoder: bert reads a text"),
         ({"model_type": "qwen2", "num_attention_heads": 0}, "no model can be built by its config"),
     ],
