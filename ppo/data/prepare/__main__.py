@@ -182,6 +182,7 @@ def _add_gym(command: argparse.ArgumentParser) -> None:
 
 
 def _make_gym(options: argparse.Namespace) -> list[Part]:
+    logging.info("importing reasoning_gym, and drawing questions of %s", options.task)
     train, test = gym_rows(
         options.task,
         train_size=options.train_size,
