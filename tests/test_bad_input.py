@@ -46,7 +46,7 @@ def run_main(tmp_path, capfd):
         ("rollout.temperature=-1", ("rollout.temperature", "-1")),
         ("actor_rollout_ref.actor.optim.lr=1e-6", ("actor_rollout_ref", "actor.optim.lr")),
         ("actor.ulysses_sequence_parallel_size=3", ("ulysses_sequence_parallel_size", "possible")),
-        ("reward.function.path=absent.py", ("reward.function.path", "absent.py")),
+        ("reward.function.path=absent.py", ("absent.py", f"it is looked for in {Path.cwd()}")),
         ("algorithm.adv_estimator=grpo", ("algorithm.adv_estimator", "rollout.n")),
         ("rollout.top_k=0", ("rollout.top_k", "0", "-1")),
         ("rollout.stop=['']", ("rollout.stop", "empty")),

@@ -42,7 +42,11 @@ def missing_files(config: Config) -> list[Problem]:
         plugins.append(("data.custom_cls.path", config.data.custom_cls.path))
     if config.rollout.episode.path is not None:
         plugins.append(("rollout.episode.path", config.rollout.episode.path))
-    found += [Problem(key, path, "no such file") for key, path in plugins if not _is_file(path)]
+    found += [
+        Problem(key, path, "no such file", _looked_for(path))
+        for key, path in plugins
+        if not _is_file(path)
+    ]
     replay = config.rollout.episode.replay
     if replay is not None and not (_is_file(replay) or (Path(replay) / "samples").is_dir()):
         rule = "neither a folder of a run with samples/ nor a file of samples"
@@ -221,9 +225,16 @@ def _missing_data(config: Config) -> Iterator[Problem]:
         for pattern in patterns:
             error = None if pattern == "tiny" else _found(pattern)
             if error is not None:
-                is_absent = error.problem == "no such file"
-                fix = "python -m ppo.data.prepare writes data" if is_absent else ""
+                is_absent = error.problem in ("no such file", "no file matches")
+                advice = [_looked_for(pattern), "python -m ppo.data.prepare writes data"]
+                fix = "; ".join(filter(None, advice)) if is_absent else ""
                 yield Problem(key, pattern, error.problem, fix)
+
+
+def _looked_for(path: str) -> str:
+    """Where a relative path leads, which may be another folder than was meant."""
+    is_whole = path.startswith("~") or Path(path).is_absolute()
+    return "" if is_whole else f"it is looked for in {Path.cwd()}"
 
 
 def _found(pattern: str) -> DataError | None:
