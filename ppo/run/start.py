@@ -180,6 +180,7 @@ def program(
     # at some moment of each rank's own, in which the others wait for it.
     gc.collect()
     gc.freeze()
+    gc.enable()
     launch = Launch()
     try:
         launch = Launch.from_env(env)
