@@ -5,7 +5,8 @@ what a checkpoint holds. Must not know checkpoints or engines.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -43,6 +44,17 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     that no gradient reaches."""
     computed = non_persistent_buffers(module)
     return {name: buffer for name, buffer in module.named_buffers() if name not in computed}
+
+
+def compute_buffers(module: nn.Module, names: Iterable[str]) -> None:
+    """Let transformers compute these non-persistent buffers, and whatever else its `_init_weights`
+    sets in their owners: that of the innermost model which an owner is in, as Gemma 3n's needs."""
+    for owner in {name.rpartition(".")[0] for name in names}:
+        path = [module]
+        for name in owner.split(".") if owner else []:
+            path.append(path[-1].get_submodule(name))
+        model: Any = next(part for part in reversed(path) if hasattr(part, "_init_weights"))
+        model._init_weights(path[-1])
 
 
 def set_parameter(module: nn.Module, names: Sequence[str], parameter: nn.Parameter) -> None:

@@ -60,7 +60,7 @@ _WINDOW_KEY = re.compile(r"window(_size)?$|^local_attention$|^attention_chunk_si
 _CAP_KEY = re.compile(r"att(n|ention)_.*cap(ping)?$")
 _EXPERTS_KEY = re.compile(r"experts$|expert_num$")
 _CHOSEN_KEY = re.compile(r"experts_per_tok(en)?$|^(moe_)?top_?k$|^moe_k$")
-_NUM_LAYERS = ("num_hidden_layers", "num_layers", "decoder_layers")
+_NUM_LAYERS = ("num_hidden_layers", "num_layers")
 # What tells layers apart that are of one kind.
 _INDEX_ATTRIBUTES = {"layer_idx", "layer_id", "layer_number", "block_idx", "training"}
 

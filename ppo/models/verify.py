@@ -108,7 +108,7 @@ def _ask(small: Any, module: Any) -> _Answers:
             raise NoSmallCopy("its log-probs of a token change with the tokens that follow")
         backbone = _backbone(small, documents[0])
         small_own = _measured_transform(small, backbone)
-        own = _measured_transform(module, backbone)
+        own = _on_meta(module, backbone)
     except NoSmallCopy:
         raise
     except Exception as error:  # whatever the code of a family raises
@@ -180,6 +180,13 @@ def _measured_transform(module: Any, backbone: _Backbone) -> LogitTransform:
     return transform
 
 
+def _on_meta(module: Any, backbone: _Backbone) -> LogitTransform:
+    try:
+        return _measured_transform(module, backbone)
+    except RuntimeError as error:  # what has no memory takes part
+        raise NoSmallCopy("its head has layers of its own before the last one") from error
+
+
 @torch.no_grad()
 def _own_logprobs(module: Any, documents: Sequence[Tensor]) -> Tensor:
     """Log-probs of every next token by transformers' forward, one document at a time."""
@@ -193,12 +200,15 @@ def _labels(documents: Sequence[Tensor]) -> Tensor:
 
 
 def _problem(run: Callable[..., Tensor], small: Any, answers: _Answers) -> str | None:
-    """What is wrong with the log-probs that `run` gives; None = no more than rounding."""
+    """What is wrong with the log-probs that `run` gives, or their backward pass; None = no more
+    than rounding."""
     try:
+        small.get_input_embeddings().weight.requires_grad_()  # reached through every layer
         got = run(small, answers.small_transform, answers.documents)
+        got.sum().backward()
     except Exception as error:  # whatever the code of a family does with what it is not made for
         return f"fails ({type(error).__name__}: {error})"
-    difference = _difference(got, answers.want)
+    difference = _difference(got.detach(), answers.want)
     return difference and f"gives log-probs that differ from those of transformers by {difference}"
 
 
@@ -247,7 +257,6 @@ def _padded_logprobs(module: Any, transform: LogitTransform, documents: Sequence
     )
 
 
-@torch.no_grad()
 def _logprobs(
     module: Any, transform: LogitTransform, documents: Sequence[Tensor], **inputs: Any
 ) -> Tensor:

@@ -23,6 +23,7 @@ from sharding.adapters import model_parameters
 from sharding.agree import raise_everywhere, together
 from sharding.checkpoint.wrapped import text_name
 from sharding.names import (
+    compute_buffers,
     non_persistent_buffers,
     persistent_buffers,
     set_parameter,
@@ -148,8 +149,7 @@ def materialize(module: nn.Module, *, param_device: torch.device, device: torch.
     for buffer in buffers.values():
         if buffer.is_floating_point():
             buffer.fill_(torch.nan)
-    for owner in {name.rpartition(".")[0] for name in buffers}:
-        module._init_weights(module.get_submodule(owner))  # pyright: ignore[reportCallIssue]
+    compute_buffers(module, buffers)
 
 
 def remember_names(module: Any, whole: Any | None = None) -> None:

@@ -23,7 +23,12 @@ from ppo.engines.embedded.cohorts import CohortCache, Part, Parts
 from ppo.engines.embedded.kv_cache import KVCache, Step, cached_attention
 from ppo.errors import InputError
 from sharding.layout import FAMILIES, view_2d
-from sharding.names import non_persistent_buffers, parameter_names, set_parameter
+from sharding.names import (
+    compute_buffers,
+    non_persistent_buffers,
+    parameter_names,
+    set_parameter,
+)
 from sharding.reshard.plan import Entry
 from sharding.reshard.resharder import Bucket
 
@@ -224,8 +229,7 @@ def _fill_buffers(
         owner, leaf = _owner(module, name)
         buffer = torch.empty_like(owner.get_buffer(leaf), device=device)
         owner._buffers[leaf] = buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer
-    for owner_name in {name.rpartition(".")[0] for name in computed}:
-        module._init_weights(module.get_submodule(owner_name))
+    compute_buffers(module, computed)
     for name, buffer in dict(module.named_buffers()).items():
         if name in computed and buffer.is_floating_point() and not buffer.isnan().any():
             continue
