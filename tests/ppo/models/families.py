@@ -36,7 +36,13 @@ QWEN4_INDEXER: dict[str, Any] = {
 EXTRA: dict[str, dict[str, Any]] = {
     "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
     "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [24, 20, 20],
+            }
+        }
     },
     "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 5e5}},
     "deepseek_v2": {"num_experts_per_tok": 2, "moe_intermediate_size": 1408},
@@ -54,7 +60,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "phimoe": {"sliding_window": 2047},
     "qwen4_exp": {"text_config": QWEN4_INDEXER},
     "qwen4_exp_text": QWEN4_INDEXER,
-    "reformer": {"is_decoder": True},
+    "reformer": {"is_decoder": True, "attn_layers": ["local", "lsh"]},
 }
 
 
