@@ -19,7 +19,9 @@ def read_csv(path: Path) -> Iterator[Row]:
     index = -1
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, delimiter=SEPARATORS[path.suffix.lower()], strict=True)
+            separator = _separator(path, file.readline())
+            file.seek(0)
+            reader = csv.DictReader(file, delimiter=separator, strict=True)
             _check_names(path, reader.fieldnames)
             for index, values in enumerate(reader):
                 if None in values or any(value is None for value in values.values()):
@@ -31,6 +33,12 @@ def read_csv(path: Path) -> Iterator[Row]:
         raise DataError(path, f"cannot be read: {error}", row=index + 1) from error
     if index < 0:
         raise DataError(path, "is empty: it holds no row")
+
+
+def _separator(path: Path, first: str) -> str:
+    """By the suffix; a spreadsheet whose decimals have commas writes semicolons."""
+    usual = SEPARATORS[path.suffix.lower()]
+    return ";" if usual == "," and "," not in first and ";" in first else usual
 
 
 def _check_names(path: Path, names: object) -> None:

@@ -9,6 +9,7 @@ import pytest
 from ppo.config import DataConfig
 from ppo.data.dataset import PromptDataset
 from ppo.data.prepare.__main__ import main
+from ppo.data.prepare.csv_rows import read_csv
 from ppo.data.prepare.gym_rows import TaskError, gym_rows
 from ppo.models import smollm2
 from ppo.models.tiny import build_tiny_tokenizer
@@ -322,6 +323,12 @@ def test_a_missing_package_of_the_extra_is_said_with_the_command_that_installs_i
     smollm2.check_packages(["json"])
     with pytest.raises(smollm2.PackageError, match=r"this needs no_such_package: pip install"):
         smollm2.check_packages(["json", "no_such_package"])
+
+
+def test_a_csv_file_may_have_semicolons(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfq;a\r\n"x; 1,5";y\r\n')
+    (row,) = read_csv(tmp_path / "a.csv")
+    assert row.values == {"q": "x; 1,5", "a": "y"}
 
 
 def test_columns_of_a_csv_file_are_what_map_says(tmp_path):
