@@ -199,6 +199,7 @@ def _labels(documents: Sequence[Tensor]) -> Tensor:
     return torch.cat([ids[1:] for ids in documents])
 
 
+@torch.enable_grad()
 def _problem(run: Callable[..., Tensor], small: Any, answers: _Answers) -> str | None:
     """What is wrong with the log-probs that `run` gives, or their backward pass; None = no more
     than rounding."""
