@@ -27,7 +27,6 @@ from sharding.mesh import Mesh
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-ALL = "all"
 
 
 class Target(NamedTuple):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppo.check.commands import before_torch
+from ppo.check.commands import before_evaluation, before_torch
 
 TINY = ["--config", "ppo_tiny.yaml"]
 ANNOUNCED = "importing torch"
@@ -23,6 +23,16 @@ def test_a_plan_or_what_is_wrong_ends_it_and_a_run_is_announced(capsys, words, c
     assert before_torch(words, {}) == code
     err = capsys.readouterr().err
     assert all(word in err for word in said) and (ANNOUNCED in err) == (code is None)
+
+
+def test_the_options_of_an_evaluation_are_looked_at_too(capsys):
+    given = ["--data", "tiny", "--out", "x.jsonl"]
+    assert before_evaluation(TINY, {}) == 2
+    assert before_evaluation(["--config", "nope.yaml", *given], {}) == 2
+    assert before_evaluation([*TINY, *given, "--steps", "a"], {}) == 2
+    err = capsys.readouterr().err
+    assert "--data, --out" in err and "no such file" in err and "--steps" in err
+    assert before_evaluation([*TINY, *given], {}) is None
 
 
 def test_under_torchrun_the_first_rank_announces_and_nobody_looks(capsys):
