@@ -173,7 +173,8 @@ def _keep_logging() -> Iterator[None]:
         root.handlers[:] = handlers
         if root.level != level:
             root.setLevel(level)
-        logging.disable(disabled)
+        if logging.root.manager.disable != disabled:  # it goes through all loggers
+            logging.disable(disabled)
 
 
 def _keep_hooks() -> Iterator[None]:
