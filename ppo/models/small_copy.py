@@ -199,14 +199,11 @@ def _one_layer_of_each_kind(config: Any, build: Build) -> Any:
     text = config.get_text_config(decoder=True)
     with torch.device("meta"):
         module = build(config)
-    try:
-        layers = transformer_layers(module)
-    except ValueError:
+    found = _counted_layers(module, text)
+    if found is None:
         return config
+    key, layers = found
     number = len(layers)
-    key = next((key for key in _NUM_LAYERS if getattr(text, key, None) == number), None)
-    if key is None:
-        return config
     kinds = [_kind(layer) for layer in layers]
     kept = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)))
     if kept < number:
@@ -217,6 +214,23 @@ def _one_layer_of_each_kind(config: Any, build: Build) -> Any:
             text.num_kv_shared_layers = max(shared - (number - kept), 0)
         setattr(text, key, kept)
     return config
+
+
+def _counted_layers(module: nn.Module, text: Any) -> tuple[str, list[nn.Module]] | None:
+    """The layers of the text model, and the key of its configuration that says how many; None where
+    none does. Of lists of equal length, as a tower beside it may have, it is the largest."""
+    try:
+        known = set(transformer_layers(module))
+    except ValueError:
+        return None
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    for key in _NUM_LAYERS:
+        number = getattr(text, key, None)
+        fitting = [part for part in lists if len(part) == number and known.issuperset(part)]
+        if fitting:
+            sizes = [sum(p.numel() for p in part.parameters()) for part in fitting]
+            return key, list(fitting[sizes.index(max(sizes))])
+    return None
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:

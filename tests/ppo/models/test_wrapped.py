@@ -16,9 +16,10 @@ from ppo.errors import InputError
 from ppo.models import small_copy
 from ppo.models.build import build_causal_lm, build_value_model, is_packable
 from ppo.models.peft_folder import load_adapter, read_lora
+from ppo.models.small_copy import build_small_copy
 from ppo.models.wrapped import check_language_model, language_model_folder
 from sharding.checkpoint import Checkpointer, CheckpointError, export_hf
-from sharding.checkpoint.wrapped import SAME_MODEL, text_config, text_name
+from sharding.checkpoint.wrapped import SAME_MODEL, text_config, text_name, whole_class
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from tests.distributed import run_distributed
 from tests.ppo.models.hf_models import (
@@ -184,6 +185,18 @@ def test_a_wrapper_whose_language_model_is_another_by_itself_is_refused(monkeypa
         check_language_model(AutoConfig.for_model("qwen3_vl", **WRAPPERS["qwen3_vl"]))
         assert "it is not compared with the whole: its small copy would still" in caplog.text
     check_language_model(config)
+
+
+def test_a_copy_of_a_whole_keeps_two_layers_of_its_language_model_beside_a_tower_of_as_many():
+    from transformers import AutoConfig
+
+    keys = WRAPPERS["qwen2_5_vl"]
+    text = keys["text_config"] | {"num_hidden_layers": 5}
+    vision = keys["vision_config"] | {"depth": 5}
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision)
+    small = build_small_copy(config, kind=whole_class(config))
+    assert small.config.text_config.num_hidden_layers == 2
+    assert (len(small.model.language_model.layers), len(small.model.visual.blocks)) == (2, 5)
 
 
 def test_an_engine_that_reads_a_folder_finds_the_language_model_there(tmp_path):
