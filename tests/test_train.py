@@ -162,18 +162,6 @@ def test_advantages_are_whitened_over_the_batch_and_lengths_are_ragged(single):
     assert all(row["reward/failed"] == 0 for row in rows)
 
 
-@pytest.mark.distributed
-def test_the_first_ratio_of_an_iteration_is_exactly_one(tmp_path):
-    """One mini-batch in an iteration: everything is the first mini-batch."""
-    overrides = ("actor.ppo_mini_batch_size=16", "algorithm.use_kl_in_reward=true", TWO_STEPS)
-    folder = tmp_path / "run"
-    run_distributed(train_here, 2, [(str(folder), overrides)])
-    for row in rows_of(folder):
-        assert row["actor/ppo_kl"] == 0.0
-        assert row["actor/ppo_kl_k3"] == 0.0
-        assert row["actor/pg_clipfrac"] == 0.0
-
-
 FAILS_AT_FIVES = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return 1 / ((len(solution_str) + len(ground_truth)) % 5) + len(ground_truth)
@@ -282,7 +270,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         *("algorithm.rollout_correction.preset=bypass_ppo_clip", "actor.ppo_epochs=2"),
         "trainer.total_training_steps=1",
     )
-    jobs = {"grpo": overrides, "failing": failing, "bypass": bypass}
+    whole = ("actor.ppo_mini_batch_size=16", "algorithm.use_kl_in_reward=true", TWO_STEPS)
+    jobs = {"grpo": overrides, "failing": failing, "bypass": bypass, "whole": whole}
     run_distributed(train_here, 2, [(str(folder / name), jobs[name]) for name in jobs])
     profiles = sorted((folder / "grpo" / "profile").rglob("*.*"))
     status = json.loads((folder / "grpo" / "status.json").read_text())
@@ -302,6 +291,16 @@ def test_grpo_trains_without_a_critic(grpo):
         assert "critic/vf_loss" not in row
         assert row["actor/kl_loss"] >= 0
         assert row["actor/grad_norm"] > 0
+
+
+@pytest.mark.distributed
+def test_the_first_ratio_of_an_iteration_is_exactly_one(pair):
+    """One mini-batch in an iteration: everything is the first mini-batch."""
+    assert len(pair["whole"]) == 2
+    for row in pair["whole"]:
+        assert row["actor/ppo_kl"] == 0.0
+        assert row["actor/ppo_kl_k3"] == 0.0
+        assert row["actor/pg_clipfrac"] == 0.0
 
 
 @pytest.mark.distributed
