@@ -32,6 +32,8 @@ from tests.ppo.models.hf_models import SHAPE
         ),
         ("falcon_h1", {"num_hidden_layers": 2}, "transformers"),  # a buffer of no checkpoint
         ("recurrent_gemma", {}, "none"),  # keeps its state in the module
+        # transformers' cache leaves some of its states where they were when rows change
+        pytest.param("deepseek_v4", {}, "none", marks=pytest.mark.full),
         ("gpt_oss", {"num_hidden_layers": 2}, "own"),  # sinks
         ("granite_swa", {"num_hidden_layers": 2}, "own"),
     ],
