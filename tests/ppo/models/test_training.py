@@ -57,6 +57,11 @@ KEYS = (
     *("data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "data.max_response_length=12"),
     "rollout.reshard_bucket_mib=16",  # a row of a bucket holds all of an expert
 )
+# A score in which random texts differ: of equal ones advantages are rounding, magnified.
+LETTERS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(set(solution_str)) / 12
+"""
 
 
 def save_family(folder: Path, family: str) -> Path:
@@ -66,6 +71,12 @@ def save_family(folder: Path, family: str) -> Path:
     build_small_copy(config).save_pretrained(folder)
     build_tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def keys_of(folder: Path, tmp_path: Path) -> tuple[str, ...]:
+    reward = tmp_path / "letters.py"
+    reward.write_text(LETTERS)
+    return (*KEYS, f"model.path={folder}", f"reward.function.path={reward}")
 
 
 def check(rows: list[dict[str, Any]], family: str) -> None:
@@ -79,7 +90,7 @@ def check(rows: list[dict[str, Any]], family: str) -> None:
 def test_a_family_with_sinks_trains_alike_with_rows_cut_over_two_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(small_copy, "VOCABULARY", 512)  # as many ids as the tokenizer has
     folder = save_family(tmp_path / "granite_swa", "granite_swa")
-    jobs = [(f"{tmp_path}/{sp}", (*KEYS, f"model.path={folder}", f"{SP}={sp}")) for sp in (1, 2)]
+    jobs = [(f"{tmp_path}/{sp}", (*keys_of(folder, tmp_path), f"{SP}={sp}")) for sp in (1, 2)]
     run_distributed(train_here, 2, jobs)
     one, two = (rows_of(tmp_path / str(sp)) for sp in (1, 2))
     check(one, "granite_swa")
@@ -94,7 +105,7 @@ SP = "actor.ulysses_sequence_parallel_size"
 @pytest.mark.timeout(3600)
 def test_families_train_alike_on_one_and_two_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(small_copy, "VOCABULARY", 512)
-    keys = {name: (*KEYS, f"model.path={save_family(tmp_path / name, name)}") for name in FAMILIES}
+    keys = {n: keys_of(save_family(tmp_path / n, n), tmp_path) for n in FAMILIES}
     one = [(f"{tmp_path}/{name}.1", own) for name, own in keys.items()]
     two = [(f"{tmp_path}/{name}.2", own) for name, own in keys.items()]
     cut = [(f"{tmp_path}/{name}.sp", (*keys[name], f"{SP}=2")) for name in SINKS]
