@@ -66,6 +66,8 @@ RANK_VARIABLES = (
 )
 """of torchrun: name, field of Launch, and what it is without"""
 BY_TORCHRUN = "torchrun sets them all; for a run of one process `unset RANK WORLD_SIZE`"
+UNHEARD_S = 120.0
+"""in which a rank that has nothing to say of wrong input is ended by torchrun"""
 DUMP_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 """where the flight recorder writes, the rank is appended"""
 OLDER_NAMES = {
@@ -127,6 +129,9 @@ class Launch:
             self.tell_launcher(SAID_ABOVE)
         elif self.local_rank == 0:
             self.tell_launcher(SAID_ABOVE if self.rank == 0 else str(error))
+        elif self.has_agent:
+            # whoever ends first ends all, and the one who says it may still be importing
+            time.sleep(UNHEARD_S)
         return EXIT_CONFIG
 
     def tell_launcher(self, reason: str) -> None:

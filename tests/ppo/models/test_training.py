@@ -52,6 +52,10 @@ MOST = {"qwen3_5_text": 1e-4, "qwen3_next": 1e-4, "gemma4_text": 3e-6}
 """largest training/rollout_probs_diff_max where 1e-6 is less than what float32 can: transformers'
 linear attention gives other last bits token by token than in chunks; Gemma 4's embeddings of each
 layer add up"""
+SENSITIVE = ("qwen3_next",)
+"""of which the first step alone is compared. On one rank too, smaller micro-batches or padding move
+the gradient norm of its second by 11 and 17 %, of its first by 4e-6 and 6e-5: Adam's first step is
+as long for gradients that are rounding as for others (with an eps of 1e-2 it is 0.1 and 4 %)"""
 KEYS = (
     *("trainer.total_training_steps=2", "trainer.save_freq=-1", "data.val_files=[]"),
     *("data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "data.max_response_length=12"),
@@ -114,6 +118,7 @@ def test_families_train_alike_on_one_and_two_ranks(tmp_path, monkeypatch):
     for name in FAMILIES:
         rows = rows_of(tmp_path / f"{name}.1")
         check(rows, name)
-        same_numbers(rows, rows_of(tmp_path / f"{name}.2"))
+        steps = 1 if name in SENSITIVE else 2
+        same_numbers(rows[:steps], rows_of(tmp_path / f"{name}.2")[:steps])
         if name in SINKS:
             same_numbers(rows, rows_of(tmp_path / f"{name}.sp"))

@@ -1,6 +1,7 @@
 """The start of a process: what the launcher says, and how wrong input is reported."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from ppo.errors import InputError
 from ppo.run.start import (
     EXIT_CONFIG,
     SAID_ABOVE,
+    UNHEARD_S,
     Launch,
     choose_dims,
     program,
@@ -37,11 +39,14 @@ def under_torchrun(error_file: str, rank: int, local_rank: int, restart: int = 0
 
 @pytest.mark.parametrize("restart", [0, 1])
 def test_wrong_input_is_said_at_once_and_once_and_torchruns_report_points_to_it(
-    tmp_path, capfd, restart
+    tmp_path, capfd, restart, monkeypatch
 ):
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
     for rank, local_rank in ((0, 0), (1, 1), (2, 0), (3, 1)):
         file = str(tmp_path / f"error{rank}.json")
         assert under_torchrun(file, rank, local_rank, restart).report(ERROR) == EXIT_CONFIG
+    assert waited == [UNHEARD_S, UNHEARD_S]  # those who say nothing; torchrun ends them sooner
     assert capfd.readouterr().err == ("" if restart else f"{ERROR}\n")
     files = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     assert {name: reason["message"] for name, reason in files.items()} == {

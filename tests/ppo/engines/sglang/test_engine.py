@@ -106,7 +106,7 @@ def _all_layouts(
 
 def _replica(rank: int, world_size: int, kind: str, folder: str) -> list[list[int]]:
     """All that a replica of one rank is asked for; nothing of the process is another afterwards."""
-    before = _process_state()
+    before, frozen = _process_state(), gc.get_freeze_count()
     session = Session(rank, world_size, folder, kind, tp=1, stop=["unused"], verify_weights=2)
     engine = session.engine
     try:
@@ -132,6 +132,7 @@ def _replica(rank: int, world_size: int, kind: str, folder: str) -> list[list[in
     after = _process_state()
     changed = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
     assert changed == {}, changed
+    assert gc.get_freeze_count() <= frozen  # fewer where some have gone
     return samples
 
 
@@ -177,7 +178,7 @@ def _process_state() -> dict[str, Any]:
         "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "default group": (dist.group.WORLD, dist.get_rank(), dist.get_world_size()),
         "cores": os.sched_getaffinity(0),
-        "garbage": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()),
+        "garbage": (gc.isenabled(), gc.get_threshold()),
         "threads": {t.name for t in threading.enumerate()} - {"tqdm_monitor"},  # a progress bar's
         "children": multiprocessing.active_children(),
     }
