@@ -49,13 +49,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 SINKS = ("gpt_oss", "granite_swa")
 MOST = {"qwen3_5_text": 1e-4, "qwen3_next": 1e-4, "gemma4_text": 3e-6}
-"""largest training/rollout_probs_diff_max where 1e-6 is less than what float32 can: transformers'
+"""largest training/rollout_probs_diff_max where 2e-6 is less than what float32 can: transformers'
 linear attention gives other last bits token by token than in chunks; Gemma 4's embeddings of each
 layer add up"""
-SENSITIVE = ("qwen3_next",)
-"""of which the first step alone is compared. On one rank too, smaller micro-batches or padding move
-the gradient norm of its second by 11 and 17 %, of its first by 4e-6 and 6e-5: Adam's first step is
-as long for gradients that are rounding as for others (with an eps of 1e-2 it is 0.1 and 4 %)"""
+SENSITIVE = ("qwen3_5_text", "qwen3_next")
+"""with linear attention, of which the first step alone is compared. On one rank too, smaller
+micro-batches or padding move the gradient norm of Qwen3-Next's second by 11 and 17 %, of its first
+by 4e-6 and 6e-5: Adam's first step is as long for gradients that are rounding as for others (with
+an eps of 1e-2 it is 0.1 and 4 %)"""
 KEYS = (
     *("trainer.total_training_steps=2", "trainer.save_freq=-1", "data.val_files=[]"),
     *("data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "data.max_response_length=12"),
@@ -86,7 +87,7 @@ def keys_of(folder: Path, tmp_path: Path) -> tuple[str, ...]:
 def check(rows: list[dict[str, Any]], family: str) -> None:
     assert len(rows) == 2
     for row in rows:
-        assert row["training/rollout_probs_diff_max"] <= MOST.get(family, 1e-6), family
+        assert row["training/rollout_probs_diff_max"] <= MOST.get(family, 2e-6), family
         assert row["actor/ppo_kl"] == pytest.approx(0, abs=1e-6), family
 
 
