@@ -1,12 +1,14 @@
-"""Questions with a second and a third try: a wrong answer is said to be wrong, and the model may
-try again. try_again.yaml trains on it; with any other data whose rows have a scorer:
+"""Questions with a second and a third try: a wrong answer is said to be wrong, a number too high or
+too low, and the model may try again. try_again.yaml trains on it; with any other data whose rows
+have a scorer:
 
     rollout.episode.path=configs/episodes/try_again.py
 """
 
 import asyncio
 
-from ppo.rewards.scorers.builtin import compute_score
+from ppo.rewards.scorers.builtin import score_and_answer
+from ppo.rewards.scorers.gsm8k import to_number
 
 TRIES = 3
 COST = 0.25
@@ -21,12 +23,20 @@ async def episode(row, policy) -> dict[str, float]:
         # each try has its part of the tokens that are left
         reply = await policy.chat(*said, max_tokens=max(1, policy.tokens_left // (TRIES - tries)))
         # in a thread: a scorer may import for seconds, and others of this process go on
-        score = await asyncio.to_thread(
-            compute_score, row["data_source"], reply.text, row["ground_truth"], row["extra_info"]
+        judged = await asyncio.to_thread(
+            score_and_answer, row["data_source"], reply.text, row["ground_truth"], row["extra_info"]
         )
-        found.append(score)
-        policy.score = score * (1 - COST * tries)
-        if score == 1:
+        found.append(judged["score"])
+        policy.score = judged["score"] * (1 - COST * tries)
+        if judged["score"] == 1:
             break
-        said = ("That is not right. Try again, with the answer alone.",)
+        said = (feedback(judged["pred"], row["ground_truth"]),)
     return {"score": policy.score, "first_try": found[0], "last_try": found[-1]}
+
+
+def feedback(answer: str | None, truth) -> str:
+    """What is said of a wrong answer; of a number, on which side of the true one it is."""
+    number, true = to_number(answer or ""), to_number(str(truth))
+    if number is None or true is None or number == true:
+        return "That is not right. Try again, with the answer alone."
+    return f"That is too {'high' if number > true else 'low'}. Try again, with the answer alone."

@@ -52,11 +52,16 @@ def test_a_calculator() -> None:
 def test_another_try() -> None:
     source = {"data_source": "reasoning_gym/chain_sum", "ground_truth": "12"}
     row = {**source, "extra_info": {"method": "last_number"}}
-    turns = [["It is 12."], ["11", "12"], ["1", "2", "3"]]
+    turns = [["It is 12."], ["11", "12"], ["13", "none", "3"]]
     first, second, never = played("try_again.py", [row] * 3, turns)
     assert (first.score, second.score, never.score) == (1.0, 0.75, 0.0)
     assert [one.counts["turns"] for one in (first, second, never)] == [1, 2, 3]
     assert first.extra == {"first_try": 1.0, "last_try": 1.0}
     assert second.extra == {"first_try": 0.0, "last_try": 1.0}
     (segment,) = second.segments
-    assert "That is not right." in text_of(segment.ids)
+    assert "That is too low." in text_of(segment.ids)
+    said = [message["content"] for message in never.messages if message["role"] == "user"]
+    assert [words.partition(".")[0] for words in said[1:]] == [
+        "That is too high",
+        "That is not right",
+    ]
