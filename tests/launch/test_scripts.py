@@ -117,6 +117,7 @@ if [ "${WAITS_FOR:-}" != "" ]; then
 fi
 exit "${CODE:-0}"
 """
+SLEEP = "#!/usr/bin/env bash\nexec /bin/sleep 0.02\n"
 SCONTROL = """#!/usr/bin/env bash
 case $1 in
     requeue) echo "requeued $2" ;;
@@ -148,7 +149,7 @@ def test_the_slurm_job_does_what_the_outcome_of_its_start_asks_for(
 ) -> None:
     for name, source in (
         *(("srun", SRUN), ("scontrol", SCONTROL)),
-        ("sleep", "#!/usr/bin/env bash\nexec /bin/sleep 0.02\n"),
+        ("sleep", SLEEP),
     ):
         (tmp_path / name).write_text(source)
         (tmp_path / name).chmod(0o755)
@@ -191,6 +192,31 @@ def test_the_slurm_job_gives_its_task_all_cores_of_the_smallest_node(
     assert (result.returncode, result.stdout) == (3, f"cpus {cpus}\n"), result.stderr
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_every_node_of_a_slurm_job_waits_minutes_for_the_slowest_one(
+    tmp_path: Path, node: int
+) -> None:
+    """torchrun by itself gives up after one minute without the first node."""
+    srun = '#!/bin/bash\ncase " $* " in *" --check "*) exit 0 ;; esac\nshift; exec "$@"\n'
+    python = '#!/bin/bash\necho "$@"\n'
+    commands = {"srun": srun, "scontrol": SCONTROL, "python": python, "sleep": SLEEP}
+    for name, source in commands.items():
+        (tmp_path / name).write_text(source)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NODEID": str(node)}
+    job |= {"SLURM_JOB_NODELIST": "a,b", "RUN_DIR": str(tmp_path / "run"), "PYTHON": "python"}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    result = shell("bash", "launch/slurm/ppo.sbatch", "ppo_tiny.yaml", PATH=path, **job)
+    assert_waits(result.stdout, seconds=900, is_host=node == 0)
+    assert "train_ppo.py --config ppo_tiny.yaml" in result.stdout
+
+
+def assert_waits(command: str, *, seconds: int, is_host: bool) -> None:
+    """torchrun waits so long for the first node (read_timeout) and for all (join_timeout)."""
+    limits = f"read_timeout={seconds},join_timeout={seconds}"
+    assert f"--rdzv-conf is_host={str(is_host).lower()},{limits} " in command, command
+
+
 def kubernetes_container() -> dict[str, Any]:
     text = (ROOT / "launch" / "kubernetes" / "job.yaml").read_text()
     service, job = yaml.safe_load_all(text)
@@ -203,10 +229,11 @@ def test_pods_end_with_the_one_that_is_killed_and_a_run_that_failed_stays_failed
     tmp_path: Path,
 ) -> None:
     """The example's own script as three pods: two of a run, and one whose run fails."""
-    for name, source in (("python", "exit 0"), ("torchrun", 'exec "$TORCHRUN"')):
+    for name, source in (("python", "exit 0"), ("torchrun", 'exec "$TORCHRUN" "$@"')):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{source}\n")
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "works").write_text('#!/usr/bin/env bash\ntouch "$RUN_DIR/up"; exec sleep 60\n')
+    works = '#!/usr/bin/env bash\necho "$@" >"$RUN_DIR/command-$NODE"; exec sleep 60\n'
+    (tmp_path / "works").write_text(works)
     status = '{"state": "failed", "step": 3}'
     fails = f"#!/usr/bin/env bash\necho '{status}' >\"$RUN_DIR/status.json\"; exit 1\n"
     (tmp_path / "fails").write_text(fails)
@@ -225,6 +252,9 @@ def test_pods_end_with_the_one_that_is_killed_and_a_run_that_failed_stays_failed
         while len(list((tmp_path / "a" / "alive").glob("*"))) < 2:
             time.sleep(0.05)
         time.sleep(1.1)  # times of files are whole seconds
+        for node in (0, 1):
+            command = (tmp_path / "a" / f"command-{node}").read_text()
+            assert_waits(command, seconds=3600, is_host=node == 0)
         killed.kill()
         assert survivor.wait(20) == 75
         assert failed.wait(20) == 1
