@@ -73,12 +73,12 @@ def _hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Fo
 def _qwen3_xml(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Found]]:
     found: list[Found] = []
     for block in _BLOCK.findall(text):
-        function = re.search(r"<function=([^>\n]+)>(.*?)(</function>|\Z)", block, re.DOTALL)
+        function = re.search(r"<function=([^<>\n]+)>(.*?)(</function>|\Z)", block, re.DOTALL)
         if function is None:
             found.append(_malformed(block, "expected <function=NAME>"))
             continue
         name = function[1].strip()
-        pattern = r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)"
+        pattern = r"<parameter=([^<>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)"
         values = re.findall(pattern, function[2], re.DOTALL)
         types = _types_of(name, tools)
         found.append((name, {k.strip(): _typed(v, types.get(k.strip())) for k, v in values}, None))

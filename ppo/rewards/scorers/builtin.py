@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 from ppo.rewards.contract import RewardError
@@ -85,26 +86,8 @@ def compute_score(
     Raises:
         RewardError: as `check`.
     """
-    scorer, chosen = check(data_source, ground_truth, extra_info, method=method)
-    match scorer:
-        case "gsm8k":
-            return gsm8k.score(solution_str, ground_truth, method=chosen)
-        case "math":
-            return math_answers.score(solution_str, ground_truth)
-        case "reasoning_gym":
-            task, extra = data_source.partition("/")[2], extra_info or {}
-            return gym.score(solution_str, ground_truth, extra, task=task, method=chosen)
-        case "exact_match" if chosen == "last_number":
-            found = gsm8k.last_number(solution_str)
-            return float(found is not None and found == gsm8k.true_number(ground_truth))
-        case "exact_match":
-            truths = json.loads(ground_truth) if chosen == "one_of" else ground_truth
-            truths = truths if isinstance(truths, list) else [truths]
-            return float(solution_str.strip() in [str(truth).strip() for truth in truths])
-        case "regex":
-            return float(re.search(ground_truth, solution_str) is not None)
-    assert scorer == "tiny", scorer
-    return tiny.score(solution_str, ground_truth)
+    found = score_and_answer(data_source, solution_str, ground_truth, extra_info, method=method)
+    return found["score"]
 
 
 def score_and_answer(
@@ -120,26 +103,37 @@ def score_and_answer(
     Two responses that answer the same have the same text; None where a scorer takes no answer out
     of the response, or finds none.
     """
-    score = compute_score(data_source, solution_str, ground_truth, extra_info, method=method)
-    _, chosen = check(data_source, ground_truth, extra_info, method=method)
-    return {"score": score, "pred": answer(scorer_of(data_source), chosen, solution_str)}
+    scorer, chosen = check(data_source, ground_truth, extra_info, method=method)
+    task = data_source.partition("/")[2]
+    score, answer = _judge(scorer, chosen, solution_str, ground_truth, task, extra_info or {})
+    return {"score": score, "pred": answer}
 
 
-def answer(scorer: str, method: str, text: str) -> str | None:
-    """What a response answers, in the form in which equal answers are equal texts."""
+def _judge(
+    scorer: str, method: str, text: str, truth: Any, task: str, extra_info: Mapping[str, Any]
+) -> tuple[float, str | None]:
     match scorer:
         case "gsm8k":
-            return gsm8k.as_text(gsm8k.answer(text, method=method))
-        case "math":
-            boxed = math_answers.last_boxed(text)
-            return None if boxed is None else math_answers.normalize(boxed)
+            return _same_number(gsm8k.answer(text, method=method), truth)
         case "reasoning_gym" | "exact_match" if method == "last_number":
-            return gsm8k.as_text(gsm8k.last_number(text))
+            return _same_number(gsm8k.last_number(text), truth)
+        case "math":
+            return math_answers.judge(text, truth)
         case "reasoning_gym":
-            return gym.answer(text)
-        case "exact_match" | "tiny":
-            return text.strip()
-    return None
+            return gym.judge(text, truth, extra_info, task=task)
+        case "regex":
+            return float(re.search(truth, text) is not None), None
+        case "tiny":
+            return tiny.score(text, truth), text.strip()
+    assert scorer == "exact_match", scorer
+    truths = json.loads(truth) if method == "one_of" else truth
+    truths = truths if isinstance(truths, list) else [truths]
+    return float(text.strip() in [str(each).strip() for each in truths]), text.strip()
+
+
+def _same_number(found: Decimal | None, truth: Any) -> tuple[float, str | None]:
+    is_right = found is not None and found == gsm8k.true_number(truth)
+    return float(is_right), gsm8k.as_text(found)
 
 
 def check(

@@ -1,4 +1,4 @@
-"""Scorer of GSM8K, and numbers in texts: a text in, a number out."""
+"""Answers of GSM8K, and numbers in texts: a text in, a number out."""
 
 import re
 from decimal import Decimal, InvalidOperation
@@ -7,21 +7,12 @@ TAIL = 300
 """characters of the response, from its end, in which the answer must stand (as in verl)"""
 
 
-def score(text: str, ground_truth: object, *, method: str = "strict") -> float:
-    """1 when the answer is the true number, else 0.
+def answer(text: str, *, method: str = "strict") -> Decimal | None:
+    """The number that the text answers.
 
     Args:
         method: "strict" wants the form `#### 18`; "flexible" takes the last number.
-
-    Raises:
-        ValueError: the ground truth is no number.
     """
-    found = answer(text, method=method)
-    return float(found is not None and found == true_number(ground_truth))
-
-
-def answer(text: str, *, method: str = "strict") -> Decimal | None:
-    """The number that the text answers, by the method of `score`."""
     tail = text[-TAIL:]
     if method != "strict":
         return last_number(tail)
@@ -39,7 +30,7 @@ def as_text(number: Decimal | None) -> str | None:
 
 def last_number(text: str) -> Decimal | None:
     """The last number that is written in the text; thousands separators are dropped."""
-    numbers = [to_number(word) for word in re.findall(r"-?[\d.,]*\d[\d.,]*", text)]
+    numbers = [to_number(word) for word in re.findall(r"-?[\d.,]+", text)]
     return next((number for number in reversed(numbers) if number is not None), None)
 
 

@@ -1,31 +1,20 @@
-"""Scorer of reasoning-gym tasks: the task's own, or the last number. A text in, a number out."""
+"""Scorers of reasoning-gym tasks: the task's own. A text in, a number and its answer out."""
 
 import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from ppo.rewards.scorers.gsm8k import last_number, true_number
 
-
-def score(
-    text: str,
-    ground_truth: object,
-    extra_info: Mapping[str, Any],
-    *,
-    task: str,
-    method: str = "own",
-) -> float:
-    """Score of one answer, 0 to 1.
+def judge(
+    text: str, ground_truth: object, extra_info: Mapping[str, Any], *, task: str
+) -> tuple[float, str]:
+    """Score of a response by the task's own scorer, 0 to 1, and the answer that it is of.
 
     Args:
-        extra_info: `metadata` of the entry, a mapping or its JSON (own method).
+        extra_info: `metadata` of the entry, a mapping or its JSON.
         task: name in reasoning-gym, such as chain_sum.
-        method: "own" is the task's scorer, on the text in <answer> tags if there are any, else
-            on the whole; "last_number" gives 1 when the last number is the true one.
     """
-    if method == "last_number":
-        return float(last_number(text) == true_number(ground_truth))
     metadata = extra_info.get("metadata") or {}
     if isinstance(metadata, str):
         metadata = json.loads(metadata)
@@ -34,14 +23,16 @@ def score(
         "answer": ground_truth,
         "metadata": metadata,
     }
-    return float(_own_scorer(task)(answer(text), entry))
+    answer = _answer(text)
+    return float(_own_scorer(task)(answer, entry)), answer
 
 
-def answer(text: str) -> str:
+def _answer(text: str) -> str:
     """What stands in <answer> tags, else the whole text."""
     from reasoning_gym.utils import extract_answer
 
-    tagged = extract_answer(text)
+    before, closed, _ = text.rpartition("</answer>")  # tags behind it would cost the square of them
+    tagged = extract_answer(before + closed)
     return text.strip() if tagged is None else tagged
 
 

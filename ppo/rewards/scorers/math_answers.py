@@ -5,37 +5,47 @@ compared. A text in, a number out.
 """
 
 import re
+import threading
 from importlib.util import find_spec
 
 
-def score(text: str, ground_truth: object) -> float:
-    """1 when the answer of the text equals the ground truth (LaTeX, without \\boxed), else 0.
+def judge(text: str, ground_truth: object) -> tuple[float, str | None]:
+    """1 when the answer of the text equals the ground truth (LaTeX, without \\boxed), else 0; and
+    the answer, normalised.
 
     The answer is the last box; without one math-verify looks for an expression in the text.
     """
-    truth, answer = str(ground_truth), last_boxed(text)
+    truth, boxed = str(ground_truth), last_boxed(text)
+    answer = None if boxed is None else normalize(boxed)
     if find_spec("math_verify") is not None:
-        return _verified(text if answer is None else f"\\boxed{{{answer}}}", truth)
-    return float(answer is not None and normalize(answer) == normalize(truth))
+        return _verified(text if boxed is None else f"\\boxed{{{boxed}}}", truth), answer
+    return float(answer is not None and answer == normalize(truth)), answer
 
 
 def _verified(text: str, truth: str) -> float:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    wanted = parse(f"\\boxed{{{truth}}}", extraction_config=[LatexExtractionConfig()])
-    found = parse(text, extraction_config=[ExprExtractionConfig(), LatexExtractionConfig()])
-    return float(verify(wanted, found))
+    # seconds; a signal, which a thread cannot have: what an episode's code calls its limits bound
+    limit = 5 if threading.current_thread() is threading.main_thread() else 0
+    latex, plain = LatexExtractionConfig(), ExprExtractionConfig()
+    wanted = parse(f"\\boxed{{{truth}}}", [latex], parsing_timeout=limit)
+    found = parse(text, [plain, latex], parsing_timeout=limit)
+    return float(verify(wanted, found, timeout_seconds=limit))
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last complete \\boxed{...} of the text, braces matched."""
-    for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]):
-        depth = 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start:end]
-    return None
+    """What stands in the last complete \\boxed{...} of the text, braces matched.
+
+    One pass, whatever the text: a response may be nothing but boxes that are never closed.
+    """
+    opened: list[int] = []  # where a box's content begins; 0 for another brace
+    last = slice(0, 0)
+    for brace in re.finditer(r"(\\f?boxed\s*)?\{|\}", text):
+        if brace[0] != "}":
+            opened.append(brace.end() if brace[1] else 0)
+        elif opened and (start := opened.pop()) > last.start:
+            last = slice(start, brace.start())
+    return text[last] if last.start else None
 
 
 def normalize(answer: str) -> str:

@@ -1,5 +1,7 @@
 """Calls of tools in what models say, by format; nothing that a model says is an exception."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,6 +118,16 @@ def test_whatever_a_model_says_can_be_taken_apart(
         if kind == format_:
             take_apart(said[:at] + noise + said[at:], format_, TOOLS)
             take_apart(said[:at], format_, TOOLS)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_calls_that_never_end_cost_no_more_than_their_length(format_: ToolFormat) -> None:
+    """100,000 characters, in a second at most; with the square of them it would be several."""
+    start = time.process_time()
+    for begun in ("", "<tool_call>", "<tool_call><function=add>", '{"name"', "[TOOL_CALLS]"):
+        for part in ("<tool_call>", "<function=", "<parameter=", "[TOOL_CALLS]", "[ARGS]", "{"):
+            take_apart(begun + part * (100_000 // len(part)), format_, TOOLS)
+    assert time.process_time() - start < 2
 
 
 def test_reasoning_is_taken_apart() -> None:

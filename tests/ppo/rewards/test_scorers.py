@@ -1,6 +1,8 @@
 """The built-in scorers, by hand-made answers."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 
 import pytest
@@ -91,10 +93,45 @@ def test_math_verify_compares_values():
 
 @pytest.mark.parametrize(
     ("text", "boxed"),
-    [(r"\boxed{a{b}c} d", "a{b}c"), (r"\boxed{a} \boxed{b", "a"), ("none", None)],
+    [
+        (r"\boxed{a{b}c} d", "a{b}c"),
+        (r"\boxed{a} \boxed{b", "a"),
+        (r"\boxed{a \boxed {b}}", "b"),
+        (r"} \fboxed{}} \boxed{ {a}", ""),
+        ("none", None),
+    ],
 )
 def test_last_boxed_matches_braces(text, boxed):
     assert math_answers.last_boxed(text) == boxed
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        *(("gsm8k", part) for part in ("...,", "####", "-1")),
+        *(("math", part) for part in (r"\boxed{", r"\boxed{\text{}", "{}", r"\boxed ")),
+        ("reasoning_gym/chain_sum", "<answer>"),
+    ],
+)
+def test_a_degenerate_response_costs_no_more_than_its_length(source, part, monkeypatch):
+    """100,000 characters, in a second at most; with the square of them it would be a minute."""
+    monkeypatch.setattr(math_answers, "find_spec", lambda name: None)  # which has a limit
+    if source.startswith("reasoning_gym"):
+        pytest.importorskip("reasoning_gym").get_score_answer_fn("chain_sum")  # import it
+    text = part * (100_000 // len(part))
+    start = time.process_time()
+    for method in ("flexible", None) if source == "gsm8k" else (None,):
+        score_and_answer(source, text, "7", method=method)
+    last_number(text)
+    assert time.process_time() - start < 1
+
+
+def test_mathematics_is_scored_in_a_thread_too():
+    """As an episode's code does. math-verify's time limit is a signal, which no thread can have."""
+    pytest.importorskip("math_verify")
+    said = "math", r"\boxed{0.5}", r"\frac{1}{2}"
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(score_and_answer, *said).result() == score_and_answer(*said)
 
 
 def test_reasoning_gym_uses_the_scorer_of_the_task_or_the_last_number():
