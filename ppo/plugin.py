@@ -9,6 +9,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ppo.errors import InputError
@@ -43,7 +44,16 @@ def parse_plugin(path: str, name: str) -> ast.stmt | None:
 
 
 def load_plugin(path: str, name: str) -> Any:
-    """Import the file and return its `name`. Raises PluginError; errors of the file itself pass.
+    """Import the file and return its `name`. Raises PluginError; errors of the file itself pass."""
+    module = load_module(path)
+    if not hasattr(module, name):
+        names = [key for key in vars(module) if not key.startswith("_")]
+        raise PluginError(f"{path}: defines no '{name}'; it has {', '.join(names) or 'nothing'}")
+    return getattr(module, name)
+
+
+def load_module(path: str) -> ModuleType:
+    """Import the file. Raises PluginError; errors of the file itself pass.
 
     The file's folder is searched first for what it imports, as for a script. Its module has the
     name under which it can be imported from there: processes that multiprocessing spawns import it.
@@ -60,10 +70,7 @@ def load_plugin(path: str, name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look their module up
     spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        names = [key for key in vars(module) if not key.startswith("_")]
-        raise PluginError(f"{path}: defines no '{name}'; it has {', '.join(names) or 'nothing'}")
-    return getattr(module, name)
+    return module
 
 
 def _module_name(file: Path) -> str:

@@ -4,11 +4,9 @@ Owns the two modules that such a file imports, which stand in for verl's: `verl.
 and, as far as tools return it, `verl.tools.schemas`. Tools that need more of verl are not for it.
 """
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +14,7 @@ from ppo.episodes.contract import EpisodeError
 from ppo.episodes.policy import Episode, Policy
 from ppo.episodes.schemas import schema_of
 from ppo.episodes.tools import Tool, answer, as_text
+from ppo.plugin import load_module
 
 
 @dataclass
@@ -67,13 +66,7 @@ def _registered(path: str) -> list[Tool]:
         module = ModuleType(f"verl.tools.{name}")
         vars(module).update(content)
         sys.modules[module.__name__] = module  # looked up before their parents are
-    file = Path(path).expanduser().resolve()
-    sys.path.insert(0, str(file.parent))
-    spec = importlib.util.spec_from_file_location(f"tools_of_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = loaded
-    spec.loader.exec_module(loaded)
+    load_module(path)
     if not tools:
         raise EpisodeError(f"rollout.episode: {path}: no function has registered as a tool")
     return tools

@@ -28,7 +28,8 @@ class Loaded(NamedTuple):
 
     function: Function
     call: Callable[..., Any]
-    columns: frozenset[str]  # of the data, that it cannot be called without
+    signature: inspect.Signature | None = None  # some functions of C extensions have none
+    columns: frozenset[str] = frozenset()  # of the data, that it cannot be called without
 
 
 class Scored(NamedTuple):
@@ -99,10 +100,10 @@ def load_function(function: Function) -> Loaded:
         raise RewardError(f"reward.function: {function.name} of {function.path} is no function")
     try:
         signature = inspect.signature(found)
-    except ValueError:  # some functions of C extensions have none: the probe will tell
-        return Loaded(function, found, frozenset())
+    except ValueError:  # the probe will tell
+        return Loaded(function, found)
     check_signature(signature, function)
-    return Loaded(function, found, required_columns(signature, function))
+    return Loaded(function, found, signature, required_columns(signature, function))
 
 
 def call(loaded: Loaded, request: RewardRequest) -> Any | Awaitable[Any]:
@@ -129,8 +130,9 @@ def call(loaded: Loaded, request: RewardRequest) -> Any | Awaitable[Any]:
     }
     arguments = {name: [value] for name, value in columns.items()}
     arguments |= {"prompts": [request.prompt], "completions": [completion]}
-    signature = inspect.signature(loaded.call)
-    return loaded.call(**accepted(signature, arguments) | function.kwargs)
+    if loaded.signature is not None:
+        arguments = accepted(loaded.signature, arguments)
+    return loaded.call(**arguments | function.kwargs)
 
 
 def read(value: Any, function: Function) -> Scored:

@@ -92,7 +92,7 @@ async def search(query: str):
 
 @function_tool("raw", schema={"type": "function", "function": {"name": "raw", "parameters": {}}})
 def anything(**kwargs):
-    return {"got": sorted(kwargs)}
+    return {"got": sorted(kwargs), "from": __name__}
 '''
 OPENAI = """
 from ppo.episodes.openai_client import OpenAIClient
@@ -184,7 +184,7 @@ def test_a_file_of_function_tools_of_verl(tmp_path: Path) -> None:
     ]
     (result,) = run(tmp_path, VERL, "episode", [spec(0)], lambda r: turns[r.turn]).values()
     said = [m["content"] for m in result.messages if m["role"] == "tool"]
-    assert said == ["5", "about x", '{"got": ["a", "b"]}']
+    assert said == ["5", "about x", '{"got": ["a", "b"], "from": "mine"}']
     (segment,) = result.segments
     assert segment.turn_rewards == [(len(ids_of(turns[0])), 0.5)]
     assert result.score is None  # reward.* scores its text

@@ -13,7 +13,7 @@ import pytest
 
 from ppo.config import RewardConfig, RewardFunctionConfig
 from ppo.rewards.contract import RewardError, RewardRequest, RewardResult
-from ppo.rewards.function import check_function, functions_of
+from ppo.rewards.function import call, check_function, functions_of, load_function
 from ppo.rewards.pool import RewardPool
 
 NASTY = """
@@ -296,6 +296,13 @@ def test_trl_style_functions_get_lists_of_one_and_the_columns_they_name(tmp_path
         assert score(pool, request("src", prompt=[{"role": "user"}]))[0].score == 1
     with RewardPool(settings(path, name="wrong", style="trl")) as pool:
         assert "must return a list" in score(pool, request("a"))[0].traceback
+
+
+def test_a_function_without_a_signature_is_given_all_columns(tmp_path):
+    path = write(tmp_path / "f.py", "compute_score = dict")  # as some of C extensions
+    (function,) = functions_of(settings(path, style="trl").function)
+    got = call(load_function(function), request("abc", extra={"level": 10}))
+    assert (got["completions"], got["level"], got["data_source"]) == (["abc"], [10], ["src"])
 
 
 SEVERAL = """
