@@ -29,7 +29,7 @@ def calculate(expression: str) -> str:
     Returns:
         The result, or what is wrong.
     """
-    return f"{value_of(ast.parse(expression[:200], mode='eval').body):g}"
+    return f"{value_of(ast.parse(expression[:200], mode='eval').body):.15g}"
 
 
 def value_of(node: ast.expr) -> float:

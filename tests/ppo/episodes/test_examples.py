@@ -35,14 +35,15 @@ def call(expression: str) -> str:
 
 def test_a_calculator() -> None:
     turns = [
-        [call("(17 + 4) * -2 / 4"), "It is -10.5."],
+        [call("(17 + 4) * -2 / 4"), call("6789 * 6789"), call("0.1 + 0.2"), "It is -10.5."],
         ["42"],
         [call("__import__('os')"), call("2 +"), "I do not know"],
     ]
     rows = [{"ground_truth": "-10.5"}, {"ground_truth": 42}, {"ground_truth": 1}]
     good, direct, bad = played("calculator.py", rows, turns)
-    assert [m["content"] for m in good.messages if m["role"] == "tool"] == ["-10.5"]
-    assert (good.score, good.extra) == (0.98, {"is_right": 1.0})
+    said = [m["content"] for m in good.messages if m["role"] == "tool"]
+    assert said == ["-10.5", "46090521", "0.3"]
+    assert (good.score, good.extra) == (0.94, {"is_right": 1.0})
     assert (direct.score, bad.score) == (1.0, -0.04)
     said = [m["content"] for m in bad.messages if m["role"] == "tool"]
     assert said[0] == "Error: cannot calculate __import__('os')"
