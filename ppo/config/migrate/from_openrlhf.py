@@ -11,7 +11,15 @@ from typing import Any
 
 from ppo.config.foreign import Foreign, foreign
 from ppo.config.migrate.given import Given
-from ppo.config.migrate.translate import BY_TOKENS, NOTHING, Answer, Dialect, Rule, raw_of
+from ppo.config.migrate.translate import (
+    BY_TOKENS,
+    NOTHING,
+    Answer,
+    Dialect,
+    Rule,
+    loggers,
+    raw_of,
+)
 from ppo.config.schema import schema
 from ppo.config.trainers import openrlhf
 from ppo.config.values import is_null
@@ -189,9 +197,7 @@ def _logger(name: str) -> Rule:
     def rule(raw: Any, given: Given) -> Answer:
         if is_null(raw) or str(raw).lower() == "false":
             return NOTHING
-        return Answer(
-            {"trainer.logger": [*dict.fromkeys(["console", "jsonl", "tensorboard", name])]}
-        )
+        return loggers(name, "console", "jsonl", "tensorboard")
 
     return rule
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from ppo.config.foreign import Foreign, foreign
 from ppo.config.migrate.given import Given
-from ppo.config.migrate.translate import NOTHING, Answer, Dialect, Rule, raw_of
+from ppo.config.migrate.translate import NOTHING, Answer, Dialect, Rule, loggers, raw_of
 from ppo.config.schema import schema
-from ppo.config.sections.trainer import LoggerName
 from ppo.config.trainers import trl
 from ppo.config.values import is_null
 
@@ -232,14 +231,6 @@ def _dataset(raw: Any, given: Given) -> Answer:
     )
 
 
-def _loggers(raw: Any, given: Given) -> Answer:
-    names = [str(name) for name in (raw if isinstance(raw, list) else [raw])]
-    ours = [name for name in names if name in get_args(LoggerName)]
-    others = [name for name in names if name not in (*ours, "none", "all") and not is_null(name)]
-    gap = f"there is no {', '.join(others)} here" if others else ""
-    return Answer({"trainer.logger": [*dict.fromkeys(["console", "jsonl", *ours])]}, gap)
-
-
 def _level(raw: Any, given: Given) -> Answer:
     if str(raw).startswith("sequence"):
         return Answer({"actor.policy_loss.loss_mode": "gspo"})
@@ -292,7 +283,7 @@ RULES: Mapping[str, Rule] = {
     "eval_on_start": lambda raw, given: Answer({"trainer.val_before_train": raw}),
     "total_episodes": _episodes,
     "dataset_name": _dataset,
-    "report_to": _loggers,
+    "report_to": lambda raw, given: loggers(raw, "console", "jsonl"),
     "lr_scheduler_type": lambda raw, given: Answer(
         {
             "actor.optim.lr_scheduler_type": (

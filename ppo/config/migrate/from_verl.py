@@ -1,6 +1,7 @@
-"""verl: values that mean another thing here, keys that decide together, its defaults.
+"""verl: values that mean another thing here, and keys that decide together.
 
-Releases 0.3 to 0.9. Names that hold the same value are in ppo/config/trainers/verl.py.
+Releases 0.3 to 0.9. Names that hold the same value are in ppo/config/trainers/verl.py, its defaults
+in verl_defaults.py.
 """
 
 from __future__ import annotations
@@ -11,15 +12,28 @@ from typing import Any, get_args
 
 from ppo.config.foreign import foreign
 from ppo.config.migrate.given import Given
-from ppo.config.migrate.translate import BY_TOKENS, NOTHING, Answer, Dialect, Rule, raw_of
+from ppo.config.migrate.translate import (
+    BY_TOKENS,
+    NOTHING,
+    Answer,
+    Dialect,
+    Rule,
+    loggers,
+    raw_of,
+)
+from ppo.config.migrate.verl_defaults import (
+    PREFIX,
+    TURNS,
+    defaults,
+    differences,
+    has_turns,
+    value_of,
+)
 from ppo.config.schema import schema
 from ppo.config.sections.rollout import ToolFormat
-from ppo.config.sections.trainer import LoggerName
 from ppo.config.trainers.verl import EPISODES, RENAMED
 from ppo.config.values import is_null
 
-_PREFIX = "actor_rollout_ref."
-_TURNS = "rollout.multi_turn."
 _SAME_ESTIMATOR = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 _SAME_FORMAT = {"qwen3_coder": "qwen3_xml", "llama3_json": "llama3"}
 _MULTIMODAL = re.compile(r"(?i)(?:\b|_)(?:vl|vision|omni|llava|internvl\w*)(?:\b|_)")
@@ -29,29 +43,6 @@ _OVERLONG = re.compile(
     r"(?:reward_kwargs\.)?overlong_buffer(?:_cfg)?\.(enable|len|penalty_factor|log)"
 )
 DYNAMIC, BUDGET = "actor.use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu"
-
-DEFAULTS = {
-    "algorithm.use_kl_in_reward": False,
-    "actor.clip_ratio_low": 0.2,
-    "actor.clip_ratio_high": 0.2,
-    "critic.grad_clip": 1.0,
-    "critic.optim.lr_warmup_steps": 0,
-    "critic.optim.lr_warmup_steps_ratio": 0.0,
-    "critic.optim.lr_scheduler_type": "constant",
-    "critic.optim.min_lr_ratio": 0.0,
-    "critic.optim.weight_decay": 0.01,
-    "critic.optim.betas": "[0.9, 0.999]",
-    "critic.fsdp.param_offload": False,
-    "critic.fsdp.optimizer_offload": False,
-    "data.filter_overlong_prompts": False,
-    "rollout.gpu_memory_utilization": 0.5,
-    "rollout.tensor_model_parallel_size": 2,
-    "guards.preset": "none",
-    "trainer.total_epochs": 30,
-    "trainer.save_freq": -1,
-    "trainer.test_freq": -1,
-    "trainer.max_ckpt_to_keep": "null",
-}
 
 
 def dialect(given: Given) -> Dialect:
@@ -63,12 +54,12 @@ def dialect(given: Given) -> Dialect:
         lookup=lambda path: foreign(path, known),
         rule=_rule,
         whole=_whole,
-        defaults=DEFAULTS,
+        defaults=defaults(given),
     )
 
 
 def _own_name(path: str) -> str:
-    return path.removeprefix(_PREFIX)
+    return path.removeprefix(PREFIX)
 
 
 def _rule(name: str) -> Rule | None:
@@ -90,7 +81,7 @@ def _rule(name: str) -> Rule | None:
 def _overlong(name: str, leaf: str, raw: Any, given: Given) -> Answer:
     """DAPO's penalty, which has a switch there, and is on with a length here."""
     section = name.removesuffix(leaf)
-    is_on = str(_value(given, f"{section}enable", "false")).lower() == "true"
+    is_on = str(value_of(given, f"{section}enable", "false")).lower() == "true"
     if leaf in ("enable", "log") or not is_on:
         return NOTHING
     return Answer({f"reward.overlong_buffer.{leaf}": raw})
@@ -98,7 +89,7 @@ def _overlong(name: str, leaf: str, raw: Any, given: Given) -> Answer:
 
 def _shared(ours: str, raw: Any, given: Given) -> Answer:
     """A key of the critic's model that all models share here."""
-    actors = _value(given, ours, schema()[ours].default if ours in schema() else raw)
+    actors = value_of(given, ours, schema()[ours].default if ours in schema() else raw)
     if (
         is_null(raw)
         or ours == "model.use_remove_padding"
@@ -130,7 +121,7 @@ def _micro_batch(section: str, *, of_all: bool) -> Rule:
     def rule(raw: Any, given: Given) -> Answer:
         if not str(raw).isdigit():
             return NOTHING
-        is_dynamic = _value(given, f"{section}.use_dynamic_bsz", _value(given, DYNAMIC, None))
+        is_dynamic = value_of(given, f"{section}.use_dynamic_bsz", value_of(given, DYNAMIC, None))
         if str(is_dynamic).lower() != "false":
             return Answer(unneeded=BY_TOKENS)
         ranks = _number(given, "trainer.nnodes", 1) * _number(given, "trainer.n_gpus_per_node", 8)
@@ -149,43 +140,34 @@ def _engine(raw: Any, given: Given) -> Answer:
 
 
 def _val_temperature(raw: Any, given: Given) -> Answer:
-    samples = str(_value(given, "rollout.val_kwargs.do_sample", "false")).lower() == "true"
+    samples = str(value_of(given, "rollout.val_kwargs.do_sample", "false")).lower() == "true"
     if samples:
         return Answer({"rollout.val_kwargs.temperature": raw})
-    why = "without do_sample it validates greedily"
+    why = (
+        "without do_sample releases before 0.7 validate greedily; for later ones, which take this "
+    )
     is_greedy = is_null(raw) or str(raw) in ("0", "0.0")
     return Answer(
-        {"rollout.val_kwargs.temperature": raw_of(0.0)}, unneeded="" if is_greedy else why
+        {"rollout.val_kwargs.temperature": raw_of(0.0)},
+        unneeded="" if is_greedy else f"{why}temperature, say rollout.val_kwargs.temperature",
     )
 
 
-def _logger(raw: Any, given: Given) -> Answer:
-    names = [str(name) for name in (raw if isinstance(raw, list) else [raw])]
-    ours = [name for name in names if name in get_args(LoggerName)]
-    others = [name for name in names if name not in ours and not is_null(name)]
-    gap = f"there is no {', '.join(others)} here" if others else ""
-    return Answer({"trainer.logger": [*ours, *[n for n in ("jsonl",) if n not in ours]]}, gap)
-
-
 def _multi_turn(raw: Any, given: Given) -> Answer:
-    names = (f"{_TURNS}function_tool_path", "data.function_tool_path")
-    has_tools = any(not is_null(_value(given, name, None)) for name in names)
-    return Answer(gap=EPISODES) if _has_turns(given) and not has_tools else NOTHING
+    names = (f"{TURNS}function_tool_path", "data.function_tool_path")
+    has_tools = any(not is_null(value_of(given, name, None)) for name in names)
+    return Answer(gap=EPISODES) if has_turns(given) and not has_tools else NOTHING
 
 
 def _of_turns(ours: str) -> Rule:
     """What means nothing unless turns are switched on."""
     return lambda raw, given: (
-        Answer({ours: raw}) if _has_turns(given) and not is_null(raw) else NOTHING
+        Answer({ours: raw}) if has_turns(given) and not is_null(raw) else NOTHING
     )
 
 
-def _has_turns(given: Given) -> bool:
-    return str(_value(given, f"{_TURNS}enable", "false")).lower() == "true"
-
-
 def _tool_format(raw: Any, given: Given) -> Answer:
-    if not _has_turns(given):
+    if not has_turns(given):
         return NOTHING
     known = _SAME_FORMAT.get(str(raw), str(raw))
     if known in get_args(ToolFormat):
@@ -237,7 +219,7 @@ RULES: Mapping[str, Rule] = {
     "config-name": _base,
     "trainer.nnodes": lambda raw, given: Answer({"check.nnodes": raw}),
     "trainer.n_gpus_per_node": lambda raw, given: Answer({"check.nproc_per_node": raw}),
-    "trainer.logger": _logger,
+    "trainer.logger": lambda raw, given: loggers(raw, "jsonl"),
     "trainer.resume_mode": lambda raw, given: (
         NOTHING if str(raw) == "resume_path" else Answer({"trainer.resume_mode": raw})
     ),
@@ -264,11 +246,11 @@ RULES: Mapping[str, Rule] = {
     "actor.freeze_vision_tower": _no_default("False", "false", why="vision is not built"),
     "model.path": _model,
     "rollout.name": _engine,
-    f"{_TURNS}enable": _multi_turn,
-    f"{_TURNS}format": _tool_format,
-    f"{_TURNS}max_assistant_turns": _of_turns("rollout.episode.max_turns"),
-    f"{_TURNS}max_turns": _of_turns("rollout.episode.max_turns"),
-    f"{_TURNS}function_tool_path": _of_turns("rollout.episode.path"),
+    f"{TURNS}enable": _multi_turn,
+    f"{TURNS}format": _tool_format,
+    f"{TURNS}max_assistant_turns": _of_turns("rollout.episode.max_turns"),
+    f"{TURNS}max_turns": _of_turns("rollout.episode.max_turns"),
+    f"{TURNS}function_tool_path": _of_turns("rollout.episode.path"),
     "rollout.top_k": lambda raw, given: Answer(
         {"rollout.top_k": raw_of(-1) if str(raw) == "0" else raw}
     ),
@@ -282,18 +264,15 @@ RULES: Mapping[str, Rule] = {
 
 
 def _whole(given: Given) -> Mapping[str, Answer]:
-    """A budget of tokens for who counted sequences: no less than the longest one."""
+    """Defaults that differ; a budget of tokens for who counted sequences, above the longest one."""
     longest = sum(_number(given, f"data.max_{part}_length", 512) for part in ("prompt", "response"))
     budget = -(-longest // _number(given, "actor.ulysses_sequence_parallel_size", 1))
     default = schema()[BUDGET].default
-    is_said = _value(given, BUDGET, None) is not None or _value(given, DYNAMIC, None) is not None
-    return {BUDGET: NOTHING if is_said or budget <= default else Answer({BUDGET: raw_of(budget)})}
+    is_said = value_of(given, BUDGET) is not None or value_of(given, DYNAMIC) is not None
+    fits = is_said or budget <= default
+    return {BUDGET: NOTHING if fits else Answer({BUDGET: raw_of(budget)}), **differences(given)}
 
 
 def _number(given: Given, name: str, default: int) -> int:
-    text = str(_value(given, name, default))
+    text = str(value_of(given, name, default))
     return int(text) if text.isdigit() and int(text) > 0 else default
-
-
-def _value(given: Given, name: str, default: Any) -> Any:
-    return given.keys.get(name, given.keys.get(_PREFIX + name, default))

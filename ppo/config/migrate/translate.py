@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from ppo.config.bounds import broken_rule
 from ppo.config.fields import Problem, short
@@ -18,6 +18,7 @@ from ppo.config.migrate.given import Given
 from ppo.config.reader import Reader
 from ppo.config.root import Config
 from ppo.config.schema import Key, flatten, schema
+from ppo.config.sections.trainer import LoggerName
 from ppo.config.text import Plain, parse
 from ppo.config.values import Mismatch, coerce, is_null
 
@@ -193,6 +194,15 @@ class _Work:
         for path, value in defaults.items():
             reader.put(raw_of(value), path)
         return reader.config(), reader.problems
+
+
+def loggers(names: Any, *always: str) -> Answer:
+    """trainer.logger of another trainer's names, in our order, with those that are `always`."""
+    asked = {str(name) for name in (names if isinstance(names, list) else [names])}
+    ours = [name for name in get_args(LoggerName) if name in asked or name in always]
+    others = [name for name in asked - {*ours, "none", "all"} if not is_null(Plain(name))]
+    gap = f"there is no {', '.join(sorted(others))} here" if others else ""
+    return Answer({"trainer.logger": ours}, gap)
 
 
 def raw_of(value: Any) -> Any:

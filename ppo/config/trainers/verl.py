@@ -71,7 +71,6 @@ RENAMED = {
     "algorithm.rollout_correction.bypass_mode": "algorithm.rollout_correction.bypass_old_logprob",
     "nccl_timeout": "trainer.comm_timeout_s",
     "trainer.critic_warmup_steps": "trainer.critic_warmup",
-    "trainer.default_hdfs_dir": "trainer.default_local_dir",
     "trainer.resume_from_path": "trainer.resume_mode",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
@@ -181,6 +180,8 @@ ADVICE = {
     "reward.overlong_buffer.log": "reward/overlong_penalty is always logged; remove it",
     "trainer.rollout_data_dir": "samples are written into the run folder; remove it",
     "trainer.validation_data_dir": "samples are written into the run folder; remove it",
+    "trainer.default_hdfs_dir": "checkpoints are written to trainer.default_local_dir alone: use a "
+    "folder that all nodes see",
     "trainer.del_local_ckpt_after_load": "use trainer.max_ckpt_to_keep",
     "reward_model.use_reward_loop": "rewards are scored in processes always; remove it",
     "distillation": "use algorithm.adv_estimator=opd and ref.model.path",

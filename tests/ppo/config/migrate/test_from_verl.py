@@ -202,9 +202,58 @@ def test_turns_with_tools_become_episodes():
     assert "num_workers" not in gaps
     with_tools = translated(*words, f"{turns}function_tool_path=tools.py")
     assert with_tools.values["rollout.episode.path"] == "tools.py"
-    assert all("max_user_turns" in key for key in with_tools.gaps)
+    assert [key.partition(" ")[0].rpartition(".")[2] for key in with_tools.gaps] == [
+        "max_user_turns",
+        "max_tool_response_length",  # not said, and 256 there
+    ]
     off = translated(*words, f"{turns}enable=False")
     assert off.gaps == {} and "rollout.episode.max_turns" not in off.values
+
+
+def test_turns_are_not_counted_unless_that_is_said():
+    turns = "actor_rollout_ref.rollout.multi_turn."
+    found = translated(f"{turns}enable=True", f"{turns}max_assistant_turns=null")
+    assert found.defaults["rollout.episode.max_turns"] == 10000
+    assert found.defaults["rollout.episode.tool_format"] == "hermes"
+    assert "rollout.episode.max_turns" not in translated("rollout.n=2").defaults
+
+
+def test_a_critic_has_defaults_of_its_own():
+    adapters = ("model.lora_rank=32", "model.lora_alpha=64", "model.target_modules=[q_proj]")
+    found = translated(*adapters, "actor.fsdp_config.mixed_precision.param_dtype=float32")
+    critic = {path: value for path, value in found.defaults.items() if path.startswith("critic.")}
+    assert critic == {
+        "critic.model.lora_rank": 0,  # the whole critic is trained
+        "critic.fsdp.mixed_precision.param_dtype": "bfloat16",
+    }
+    assert found.defaults["ref.fsdp.mixed_precision.param_dtype"] == "bfloat16"
+    assert "deepseek-llm-7b-chat" in found.unneeded["critic.model.path"]
+    both = translated(*adapters, "critic.model.lora_rank=8").defaults
+    assert (both["critic.model.lora_alpha"], both["critic.model.lora_target_modules"]) == (
+        16.0,
+        ["all-linear"],
+    )
+    grpo = translated(*adapters, "algorithm.adv_estimator=grpo")
+    assert not any(path.startswith("critic.") for path in [*grpo.defaults, *grpo.unneeded])
+    assert translated("model.lora.rank=32").defaults["model.lora_alpha"] == 32.0
+
+
+def test_an_adaptive_coefficient_has_no_bounds():
+    adaptive = translated("algorithm.kl_ctrl.type=adaptive").defaults
+    assert adaptive["algorithm.kl_ctrl.min"] == 0.0 and adaptive["algorithm.kl_ctrl.max"] == 1000.0
+    assert "algorithm.kl_ctrl.min" not in translated("algorithm.kl_ctrl.type=fixed").defaults
+
+
+def test_a_folder_of_hdfs_is_no_run_folder():
+    found = translated("trainer.default_hdfs_dir=hdfs://user/run", "trainer.default_local_dir=out")
+    assert found.values["trainer.default_local_dir"] == "out"
+    assert "all nodes see" in found.gaps["trainer.default_hdfs_dir = hdfs://user/run"]
+
+
+def test_sampling_in_validation_without_do_sample_depends_on_the_release():
+    found = translated("rollout.val_kwargs.temperature=0.6", "rollout.val_kwargs.do_sample=False")
+    assert found.values["rollout.val_kwargs.temperature"] == 0.0
+    assert "before 0.7" in found.unneeded["rollout.val_kwargs.temperature = 0.6"]
 
 
 def test_a_model_that_sees_is_named():

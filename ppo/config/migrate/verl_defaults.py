@@ -1,0 +1,99 @@
+"""What verl does where nothing is said, in our keys, and where such a default has none here.
+
+Releases 0.3 to 0.9, as the newest of them has it in its ppo_trainer.yaml and dataclasses. Must not
+know what a value means that is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ppo.config.migrate.given import Given
+from ppo.config.migrate.translate import Answer
+from ppo.config.values import is_null
+
+PREFIX = "actor_rollout_ref."
+TURNS = "rollout.multi_turn."
+_ALWAYS = {
+    "algorithm.use_kl_in_reward": False,
+    "actor.clip_ratio_low": 0.2,
+    "actor.clip_ratio_high": 0.2,
+    "critic.grad_clip": 1.0,
+    "critic.optim.lr_warmup_steps": 0,
+    "critic.optim.lr_warmup_steps_ratio": 0.0,
+    "critic.optim.lr_scheduler_type": "constant",
+    "critic.optim.min_lr_ratio": 0.0,
+    "critic.optim.weight_decay": 0.01,
+    "critic.optim.betas": "[0.9, 0.999]",
+    "critic.model.lora_rank": 0,
+    "critic.fsdp.param_offload": False,
+    "critic.fsdp.optimizer_offload": False,
+    "critic.fsdp.mixed_precision.param_dtype": "bfloat16",
+    "critic.fsdp.mixed_precision.reduce_dtype": "float32",
+    "critic.checkpoint.save_contents": "[model, optimizer, extra]",
+    "ref.fsdp.mixed_precision.param_dtype": "bfloat16",
+    "data.filter_overlong_prompts": False,
+    "rollout.gpu_memory_utilization": 0.5,
+    "rollout.tensor_model_parallel_size": 2,
+    "guards.preset": "none",
+    "trainer.total_epochs": 30,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.max_ckpt_to_keep": "null",
+}
+_OF_THE_CRITICS_ADAPTERS = {
+    "critic.model.lora_alpha": 16,
+    "critic.model.lora_target_modules": "[all-linear]",
+    "critic.model.lora_exclude_modules": "[]",
+    "critic.model.lora_dropout": 0.0,
+}
+UNBOUNDED_KL_COEF = {"algorithm.kl_ctrl.min": 0.0, "algorithm.kl_ctrl.max": 1000}
+"""of an adaptive coefficient; the largest range that is admitted here"""
+_OF_TURNS = {"rollout.episode.max_turns": 10000, "rollout.episode.tool_format": "hermes"}
+"""turns end with the response's length alone there"""
+
+
+def defaults(given: Given) -> Mapping[str, Any]:
+    """By our key, as YAML has them; those that depend on others only where these are said."""
+    found: dict[str, Any] = dict(_ALWAYS)
+    if _is_above_0(value_of(given, "critic.model.lora_rank")):
+        found |= _OF_THE_CRITICS_ADAPTERS
+    if _is_above_0(value_of(given, "model.lora.rank")):  # Megatron's section
+        found["model.lora_alpha"] = 32
+    if str(value_of(given, "algorithm.kl_ctrl.type")) == "adaptive":
+        found |= UNBOUNDED_KL_COEF
+    if has_turns(given):
+        found |= _OF_TURNS
+    return found
+
+
+def differences(given: Given) -> Mapping[str, Answer]:
+    """Defaults without a key that holds the same here."""
+    found: dict[str, Answer] = {}
+    length = f"{TURNS}max_tool_response_length"
+    if has_turns(given) and value_of(given, length) is None:
+        why = "results of tools are cut to 256 characters there, and not at all here unless "
+        found[length] = Answer(gap=f"{why}rollout.episode.max_observation_tokens says so")
+    if value_of(given, "critic.model.path") is None and _has_critic(given):
+        why = "not said: ~/models/deepseek-llm-7b-chat there, the model of model.path here"
+        found["critic.model.path"] = Answer(unneeded=why)
+    return found
+
+
+def has_turns(given: Given) -> bool:
+    """Whether turns are switched on, without which none of their keys means anything."""
+    return str(value_of(given, f"{TURNS}enable", "false")).lower() == "true"
+
+
+def value_of(given: Given, name: str, default: Any = None) -> Any:
+    """The raw value of a key, with or without verl's prefix."""
+    return given.keys.get(name, given.keys.get(PREFIX + name, default))
+
+
+def _has_critic(given: Given) -> bool:
+    return str(value_of(given, "algorithm.adv_estimator", "gae")) == "gae"
+
+
+def _is_above_0(raw: Any) -> bool:
+    return not is_null(raw) and str(raw) != "0"
