@@ -19,6 +19,7 @@ from ppo.errors import InputError
 from ppo.models.forward import is_packable, num_ids_of
 from ppo.models.learner import Model
 from sharding.agree import gather
+from sharding.fsdp import without_gradients
 from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class Probe:
             return
         self._done, mesh = True, self._mesh
         tokens = np.asarray(self._answer.response_ids).tolist()
-        with self._actor.on_device() as module:
+        with self._actor.on_device() as module, without_gradients(module):
             own = score(module, self._prompt, tokens, mesh).cpu()
         theirs = torch.as_tensor(np.asarray(self._answer.logprobs))
         difference = (own - theirs).abs()

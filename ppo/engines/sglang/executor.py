@@ -118,11 +118,6 @@ class Executor(Protocol):
         """
         ...
 
-    @property
-    def ended(self) -> bool:
-        """Whether the engine has been found dead, or been closed."""
-        ...
-
     def close(self) -> None:
         """End it. May be called twice. Not collective."""
         ...

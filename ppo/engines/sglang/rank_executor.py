@@ -159,11 +159,6 @@ class RankExecutor:
         """Another one may begin."""
         self._running = None
 
-    @property
-    def ended(self) -> bool:
-        """Whether it was closed."""
-        return self._steps is None
-
     def close(self) -> None:
         """Give SGLang's groups and its context back; another engine can be built after it."""
         self._watch.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from ppo.config import load_config
 from ppo.engines.agreement import RESPONSE, Probe, check_agreement, probe_length, score
@@ -50,6 +51,8 @@ def test_an_engine_with_other_weights_is_an_error_in_float32_and_said_once_other
             drive(probe.ask(engine))
         engine.release()
         agrees.check()
+        whole = [n for n, p in actor.module.named_parameters() if not isinstance(p, DTensor)]
+        assert whole == []  # the root's would stay gathered until the next pass
         with torch.no_grad():
             for parameter in actor.module.parameters():
                 parameter.mul_(2)
