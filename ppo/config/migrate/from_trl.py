@@ -1,85 +1,47 @@
-"""TRL: GRPOConfig, RLOOConfig and PPOConfig, whose batches are counted for one device.
+"""TRL: GRPOConfig, RLOOConfig and PPOConfig: values that mean another thing here.
 
-Owns what their values mean here, and their defaults (releases 0.17 to 1.16). Names that hold the
-same value are in ppo/config/trainers/trl.py.
+Releases 0.17 to 1.16. Names that hold the same value are in ppo/config/trainers/trl.py, defaults in
+trl_defaults.py, how batches are counted in trl_batches.py.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ppo.config.foreign import Foreign, foreign
 from ppo.config.migrate.given import Given
 from ppo.config.migrate.translate import NOTHING, Answer, Dialect, Rule, loggers, raw_of
+from ppo.config.migrate.trl_batches import algorithm_of, steps_of, whole_number
+from ppo.config.migrate.trl_defaults import (
+    defaults,
+    differences,
+    has_adapters,
+    has_kl_loss,
+    is_cispo,
+)
 from ppo.config.schema import schema
 from ppo.config.trainers import trl
 from ppo.config.values import is_null
 
-CONFIG_CLASSES = ("GRPOConfig", "RLOOConfig", "PPOConfig", "ModelConfig", "ScriptArguments")
-_OF_PPO = {"num_ppo_epochs", "num_mini_batches", "cliprange", "vf_coef", "response_length", "lam"}
+CONFIG_CLASSES = (
+    *("GRPOConfig", "RLOOConfig", "PPOConfig", "ModelConfig", "LoraConfig", "ScriptArguments"),
+    "GRPOScriptArguments",
+)
+"""whose calls are read; the first of those that a file has says which trainer it is"""
 _PROMPT_FILES = (".parquet", ".jsonl", ".json")
-
-_COMMON = {
-    "actor.optim.lr_scheduler_type": "linear",
-    "actor.optim.weight_decay": 0.0,
-    "actor.clip_ratio_c": 1e9,
-    "guards.preset": "none",
-    "trainer.total_epochs": 3,
-    "trainer.test_freq": -1,
-    "trainer.max_ckpt_to_keep": "null",
-}
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "grpo": _COMMON
-    | {
-        "algorithm.use_kl_in_reward": False,
-        "data.max_response_length": 256,
-        "rollout.n": 8,
-    },
-    "rloo": _COMMON
-    | {
-        "algorithm.kl_ctrl.kl_coef": 0.05,
-        "data.max_response_length": 256,
-        "rollout.n": 2,
-    },
-    "ppo": _COMMON
-    | {
-        "actor.optim.lr": 3e-6,
-        "actor.ppo_epochs": 4,
-        "algorithm.kl_ctrl.kl_coef": 0.05,
-        "algorithm.lam": 0.95,
-        "critic.cliprange_value": 0.2,
-        "data.max_response_length": 53,
-        "rollout.temperature": 0.7,
-    },
-}
 
 
 def dialect(given: Given) -> Dialect:
     """How the names of the class that is meant become ours."""
-    algorithm = algorithm_of(given)
     return Dialect(
         name="TRL",
         own_name=lambda name: name,
         lookup=_lookup,
         rule=lambda name: RULES.get(name),
         whole=_whole,
-        defaults=DEFAULTS[algorithm],
+        defaults=defaults(given),
     )
-
-
-def algorithm_of(given: Given) -> str:
-    """grpo, rloo or ppo: as said, else by the name of class or program, else by the keys."""
-    said = str(given.keys.get("algorithm.adv_estimator", ""))
-    if said in ("grpo", "rloo", "gae"):
-        return {"gae": "ppo"}.get(said, said)
-    named = re.search("rloo|grpo|ppo", given.program.lower())
-    if named:
-        return named[0]
-    if "rloo_k" in given.keys:
-        return "rloo"
-    return "ppo" if _OF_PPO & given.keys.keys() else "grpo"
 
 
 def _lookup(name: str) -> Foreign | None:
@@ -87,48 +49,6 @@ def _lookup(name: str) -> Foreign | None:
     if trl.SAME.get(name) in known:
         return Foreign("", trl.SAME[name])
     return Foreign(trl.ADVICE[name]) if name in trl.ADVICE else foreign(name, known)
-
-
-class Steps(NamedTuple):
-    """Batches over all devices, in prompts, and optimizer steps of an iteration."""
-
-    prompts: int
-    mini_batch: int
-    optimizer_steps: int
-    world_size: int
-    is_counted: bool
-    """whether it was said how many devices there are"""
-
-
-def steps_of(given: Given) -> Steps:
-    """The batches of the run there. One that is no whole number of prompts is 0."""
-    nodes, ranks = (given.keys.get(f"check.{name}") for name in ("nnodes", "nproc_per_node"))
-    said = [
-        given.ranks.get("nnodes") or _int(nodes),
-        given.ranks.get("nproc_per_node") or _int(ranks),
-    ]
-    world = given.ranks.get("world_size") or (said[0] or 1) * (said[1] or 8)
-    is_counted = "world_size" in given.ranks or said[1] is not None
-    accumulated = _int(given.keys.get("gradient_accumulation_steps")) or 1
-    each = (_int(given.keys.get("per_device_train_batch_size")) or 8) * accumulated * world
-    algorithm = algorithm_of(given)
-    epochs = _int(given.keys.get("num_iterations")) or 1
-    if algorithm == "ppo":
-        parts = _int(given.keys.get("num_mini_batches")) or 1
-        return Steps(parts * each, each, 1, world, is_counted)
-    of_all = _int(given.keys.get("generation_batch_size")) or (
-        each // accumulated * (_int(given.keys.get("steps_per_generation")) or accumulated)
-    )
-    default = {"grpo": 8, "rloo": 2}[algorithm]
-    n = _int(given.keys.get("num_generations", given.keys.get("rloo_k"))) or default
-    is_whole = of_all % n == each % n == of_all % each == 0
-    prompts, mini_batch = (of_all // n, each // n) if is_whole else (0, 0)
-    return Steps(prompts, mini_batch, max(1, of_all // each) * epochs, world, is_counted)
-
-
-def _int(raw: Any) -> int | None:
-    text = str(raw)
-    return int(text) if text.isdigit() and int(text) > 0 else None
 
 
 def _whole(given: Given) -> Mapping[str, Answer]:
@@ -157,7 +77,16 @@ def _whole(given: Given) -> Mapping[str, Answer]:
     if "save_steps" not in given.keys and "save_strategy" not in given.keys:
         every = raw_of(max(1, 500 // steps.optimizer_steps))
         found["save_steps"] = Answer({"trainer.save_freq": every})
-    return found
+    if _corrects_by_default(given):
+        subject = "vllm_importance_sampling_correction, on where nothing is said"
+        found[subject] = _importance("true", given)
+    return {**found, **differences(given)}
+
+
+def _corrects_by_default(given: Given) -> bool:
+    uses_vllm = str(given.keys.get("use_vllm", "false")).lower() == "true"
+    is_said = "vllm_importance_sampling_correction" in given.keys
+    return uses_vllm and not is_said and algorithm_of(given) == "grpo"
 
 
 def _beta(raw: Any, given: Given) -> Answer:
@@ -196,7 +125,7 @@ def _per_iteration(key: str) -> Rule:
     """Optimizer steps there, iterations here."""
 
     def rule(raw: Any, given: Given) -> Answer:
-        steps, each = _int(raw), steps_of(given).optimizer_steps
+        steps, each = whole_number(raw), steps_of(given).optimizer_steps
         if steps is None:
             off = is_null(raw) or str(raw) in ("0", "0.0", "-1")
             return Answer(gap="" if off else "a share of the run: say it in iterations")
@@ -216,7 +145,7 @@ def _strategy(key: str) -> Rule:
 
 
 def _episodes(raw: Any, given: Given) -> Answer:
-    steps, total = steps_of(given), _int(raw)
+    steps, total = steps_of(given), whole_number(raw)
     if not steps.prompts or total is None:
         return NOTHING
     return Answer({"trainer.total_training_steps": raw_of(-(-total // steps.prompts))})
@@ -258,11 +187,41 @@ def _counted(raw: Any, given: Given) -> Answer:
     return NOTHING
 
 
+def _adapter(key: str) -> Rule:
+    why = "use_peft is off: the whole model is trained"
+    return lambda raw, given: Answer({key: raw}) if has_adapters(given) else Answer(unneeded=why)
+
+
+def _epsilon_high(raw: Any, given: Given) -> Answer:
+    """cispo's bound of the weights themselves; otherwise how far above 1 it is."""
+    if not is_cispo(given) or is_null(raw):
+        return Answer({"actor.clip_ratio_high": raw})
+    try:
+        above = float(str(raw)) - 1.0
+    except ValueError:
+        above = 0.0
+    if above > 0:
+        return Answer({"actor.clip_ratio_high": raw_of(above)})
+    return Answer(gap="cispo's weights are cut there at this, and at no less than 1 here")
+
+
+def _unbiased_kl(raw: Any, given: Given) -> Answer:
+    kind = "low_var_kl+" if str(raw).lower() == "true" else "low_var_kl"
+    return Answer({"actor.kl_loss_type": kind}) if has_kl_loss(given) else NOTHING
+
+
+def _reward_model(raw: Any, given: Given) -> Answer:
+    if is_null(raw):
+        return NOTHING
+    return Answer({"reward.model.enable": raw_of(True), "reward.model.path": raw})
+
+
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         (
             *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"),
             *("generation_batch_size", "steps_per_generation", "adam_beta1", "adam_beta2"),
+            *("use_peft", "task_type"),
         ),
         _counted,
     ),
@@ -292,9 +251,17 @@ RULES: Mapping[str, Rule] = {
         }
     ),
     "reward_weights": lambda raw, given: Answer({"reward.function.weights": raw}),
-    "reward_model_path": lambda raw, given: Answer(
-        {"reward.model.enable": raw_of(True), "reward.model.path": raw}
-    ),
+    "reward_model_path": _reward_model,
+    "reward_model_name_or_path": _reward_model,
+    "r": _adapter("model.lora_rank"),
+    **{
+        name: _adapter(trl.SAME[name])
+        for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+    },
+    "target_modules": _adapter("model.lora_target_modules"),
+    "exclude_modules": _adapter("model.lora_exclude_modules"),
+    "epsilon_high": _epsilon_high,
+    "use_bias_correction_kl": _unbiased_kl,
     "sft_model_path": lambda raw, given: Answer({"model.path": raw}),
     "top_k": lambda raw, given: Answer({"rollout.top_k": raw_of(-1) if str(raw) == "0" else raw}),
     "bf16": lambda raw, given: _only("true", why="say actor.fsdp.mixed_precision.param_dtype")(
@@ -308,6 +275,7 @@ RULES: Mapping[str, Rule] = {
     "optim": _only(
         *("adamw_torch", "adamw_torch_fused", "adamw_hf"), why="AdamW is the only optimizer"
     ),
+    "bias": _only("none", "null", why="adapters have no biases"),
     "stop_token": _only(
         "eos", "null", "none", why="use rollout.stop for texts that end a response"
     ),

@@ -43,13 +43,15 @@ class Given(NamedTuple):
     not_understood: list[str]
     program: str = ""
     """the class of TRL, or the module, that reads them; empty = nobody knows"""
+    calls: frozenset[str] = frozenset()
+    """the classes that Python files call"""
 
 
 def read_given(words: Sequence[str], *, config_classes: Sequence[str] = ()) -> Given:
     """Read files (YAML, shell, Python; - is a script on stdin), overrides and flags.
 
     `NAME=value` in capitals stands for a variable of the scripts. config_classes: calls of these
-    are read from Python files. Raises ConfigError.
+    are read from Python files, and the first that is called is the program. Raises ConfigError.
     """
     variables = {match[1]: match[2] for word in words if (match := _VARIABLE.fullmatch(word))}
     given, rest = Given({}, {}, []), []
@@ -180,21 +182,22 @@ def _parsed(text: str) -> Any:
 
 def _read_python(text: str, config_classes: Sequence[str]) -> Given:
     """Keyword arguments of the calls of these classes, where they are written out."""
-    given = Given({}, {}, [])
+    given, calls = Given({}, {}, []), set[str]()
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func).rpartition(".")[2]
         if name not in config_classes:
             continue
-        given = given._replace(program=name)
+        calls.add(name)
         for keyword in node.keywords:
             try:
                 value = ast.literal_eval(keyword.value)
                 given.keys[str(keyword.arg)] = parse(yaml.safe_dump(value).removesuffix("...\n"))
             except (ValueError, yaml.YAMLError):
                 given.not_understood.append(f"{keyword.arg}={ast.unparse(keyword.value)}")
-    return given
+    program = next((name for name in config_classes if name in calls), "")
+    return given._replace(program=program, calls=frozenset(calls))
 
 
 def _joined(old: Given, new: Given) -> Given:
@@ -203,6 +206,7 @@ def _joined(old: Given, new: Given) -> Given:
         {**old.ranks, **new.ranks},
         [*old.not_understood, *new.not_understood],
         new.program or old.program,
+        old.calls | new.calls,
     )
 
 

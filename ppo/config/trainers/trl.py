@@ -121,6 +121,12 @@ ADVICE = {
     "fsdp_config": "use actor.fsdp",
     "parallelism_config": "use actor.ulysses_sequence_parallel_size",
     "use_peft": "use model.lora_rank",
+    "use_bias_correction_kl": "use actor.kl_loss_type=low_var_kl+, the same gradient where the "
+    "ratio is 1",
+    "reward_model_name_or_path": "use reward.model.path",
+    "lora_modules_to_save": "what is trained besides the adapters is the critic's head; remove it",
+    "modules_to_save": "what is trained besides the adapters is the critic's head; remove it",
+    "stop_token_id": "use rollout.stop, for texts that end a response",
     "torch_compile": "use model.compile",
     "dtype": "use model.dtype",
     "torch_dtype": "use model.dtype",
@@ -140,6 +146,13 @@ _NOT_NEEDED = {
     "ds3_gather_for_generation cache_implementation transformers_continuous_batching_config",
     "memory follows from the token budgets": "torch_empty_cache_steps auto_find_batch_size",
     "AdamW is the only optimizer": "optim optim_args optim_target_modules lr_scheduler_kwargs",
+    "data sets become files first": "dataset_config "
+    "dataset_train_split dataset_test_split dataset_streaming",
+    "every iteration validates and logs samples of its own": "num_sample_generations",
+    "there is one set of adapters, and the reference is the model without": "model_adapter_name "
+    "ref_adapter_name lora_task_type inference_mode",
+    "it is a debugging option of DDP or Trainer": "ignore_bias_buffers "
+    "gradient_checkpointing_use_reentrant",
     "the run folder has all of it": "logging_dir logging_strategy logging_first_step log_level "
     "log_level_replica log_on_each_node logging_nan_inf_filter disable_tqdm "
     "include_num_input_tokens_seen include_tokens_per_second log_multimodal log_unique_prompts "
@@ -167,6 +180,10 @@ _NOT_NEEDED = {
 _NOT_BUILT = {
     "a penalty of repetition, which would change what log-probs are of,": "repetition_penalty",
     "min_p": "min_p",
+    "a scale of adapters by the root of their rank, or DoRA,": "use_rslora use_dora",
+    "another start of adapters than PEFT's own": "init_lora_weights",
+    "quantised loading": "load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant",
+    "a branch or commit of the hub (download it to a folder)": "model_revision",
     "structured output": "vllm_structured_outputs_regex vllm_guided_decoding_regex",
     "the loss of VESPO": "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg",
     "another sum of rewards than the weighted one": "multi_objective_aggregation",
@@ -177,7 +194,6 @@ _NOT_BUILT = {
     "a coefficient of entropy that adapts": "use_adaptive_entropy entropy_coef_min "
     "entropy_coef_max entropy_coef_delta entropy_target",
     "a mask of off-policy sequences": "off_policy_mask_threshold",
-    "the unbiased KL loss": "use_bias_correction_kl",
     "normalising of rewards": "whiten_rewards reward_clip_range normalize_advantage token_level_kl",
 }
 
