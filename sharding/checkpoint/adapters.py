@@ -36,9 +36,14 @@ def document_of(module: nn.Module) -> bytes | None:
 def read_description(checkpoint: Path, model: str) -> dict[str, Any] | None:
     """What a checkpoint says of a model's adapters; None where it holds a whole model."""
     path = checkpoint / "models" / model / FILE
+    if not path.is_file():
+        return None
     try:
-        return json.loads(path.read_bytes()) if path.is_file() else None
-    except (OSError, ValueError) as error:
+        saved = json.loads(path.read_bytes())
+        if not isinstance(getattr(torch, saved["dtype"]), torch.dtype):
+            raise TypeError(f"dtype = {saved['dtype']!r}")
+        return saved
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 

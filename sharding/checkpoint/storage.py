@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -38,7 +38,7 @@ INDEX = ".metadata"
 """the file among the tensors that says which lies where"""
 _UNREADABLE = (
     *(OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, LookupError),
-    *(MemoryError, OverflowError, RecursionError, TypeError, ValueError),
+    *(MemoryError, OverflowError, RuntimeError, TypeError, ValueError),
 )
 """what unpickling bytes that are no index may raise"""
 
@@ -190,11 +190,14 @@ class SafeReader(FileSystemReader):
 
 
 def _check_types(metadata: Any) -> None:
-    """Raise TypeError or AttributeError for what unpickles and yet is no index."""
+    """Raise TypeError or AttributeError for what unpickles and yet is no index of tensors.
+
+    An entry of any other kind would be unpickled when it is read, and could name anything.
+    """
     if not isinstance(metadata, Metadata):
         raise TypeError(f"holds a {type(metadata).__name__}")
     for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(name, str) or not isinstance(entry, STORAGE_TYPES):
+        if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
             raise TypeError(f"entry {name!r} is a {type(entry).__name__}")
     for where, info in metadata.storage_data.items():
         path = info.relative_path
@@ -208,15 +211,10 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
-        found = super().find_class(module, name) if module.split(".")[0] in _MODULES else None
-        known = (
-            module == "torch.distributed.checkpoint.metadata"
-            or (module, name) in _NAMES
-            or (module == "torch" and isinstance(found, torch.dtype))
-        )
-        if not known:
+        # whole names only: pickle follows dots, and a module has what it imports ("os.system")
+        if name not in _NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into an index")
-        return found
+        return super().find_class(module, name)
 
 
 def _enum_member(kind: Any, name: Any) -> Any:
@@ -226,14 +224,17 @@ def _enum_member(kind: Any, name: Any) -> Any:
     return kind[name]
 
 
-_MODULES = ("torch", "pathlib")
+_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _NAMES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-    ("pathlib", "WindowsPath"),
+    "torch": {"Size", *_DTYPES},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # as Python 3.13 calls it
 }
 
 
