@@ -5,6 +5,7 @@ Owns the ways of writing that commands and runs share. Knows no content.
 
 import errno
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,9 +15,13 @@ from pathlib import Path
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path` to write to; renamed over `path` when the block ends well."""
+    """Yield a path beside `path` to write to; renamed over `path` when the block ends well.
+
+    Several threads, processes and hosts may replace the same file at once: the last one stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # by chance: in containers of several hosts processes have the same number
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         yield beside
         os.replace(beside, path)

@@ -57,9 +57,7 @@ def build_engine(
 
             logs = run_dir / "logs"
             if getattr(module, "wrapper", None) is not None:
-                model_path = language_model_folder(
-                    model_path, hf_config, run_dir / "language_model"
-                )
+                model_path = _language_model(model_path, hf_config, run_dir, mesh)
             return SGLangEngine(
                 *(config, mesh, module),
                 model_path=str(model_path),
@@ -89,3 +87,15 @@ def build_engine(
             return TorchEngine(
                 module, mesh, tokenizer, config.rollout, cache=kinds[0], trust_remote_code=trust
             )
+
+
+def _language_model(whole: Path, hf_config: Any, run_dir: Path, mesh: Mesh) -> Path:
+    """The folder in which an engine finds the language model of a multimodal one. Collective."""
+    folder = run_dir / "language_model"
+
+    def write() -> None:
+        if mesh.rank == 0:
+            language_model_folder(whole, hf_config, folder)
+
+    together(write, mesh.host_group)
+    return folder

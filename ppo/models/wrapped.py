@@ -6,6 +6,7 @@ is never loaded. Names and configuration are in sharding/checkpoint/wrapped.py. 
 """
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 
 from ppo.config import ModelConfig
 from ppo.errors import InputError
-from ppo.files import new_folder, replace_text
+from ppo.files import new_folder
 from ppo.models.folder import SMALL_FILES
 from ppo.models.hf_config import load_whole_config
 from ppo.models.small_copy import NoSmallCopy, NotSmall, build_small_copy
@@ -108,13 +109,14 @@ def _difference(config: Any) -> str | None:
 
 
 def language_model_folder(folder: Path, config: Any, out: Path) -> Path:
-    """A folder of the language model for an engine that reads no weights: its configuration, and
-    the small files of the whole. Returns `out`, which may be there already.
+    """Write `out` anew, for an engine that reads no weights: the configuration of the language
+    model, and the small files of the whole. Returns it. For one rank.
     """
-    if not out.is_dir():
-        with new_folder(out) as beside:
-            for path in {path for pattern in SMALL_FILES for path in folder.glob(pattern)}:
-                if path.name not in ("config.json", INDEX):
-                    (beside / path.name).symlink_to(path.resolve())
-    replace_text(out / "config.json", config.to_json_string())
+    if out.is_dir():  # of an earlier start, perhaps of another model
+        shutil.rmtree(out)
+    with new_folder(out) as beside:
+        for path in {path for pattern in SMALL_FILES for path in folder.glob(pattern)}:
+            if path.name not in ("config.json", INDEX):
+                (beside / path.name).symlink_to(path.resolve())
+        (beside / "config.json").write_text(config.to_json_string(), encoding="utf-8")
     return out

@@ -11,7 +11,7 @@ Everything is read from the run folder (metrics.jsonl, histograms.jsonl, samples
 
 import argparse
 import logging
-import os
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _write(path: Path, page: str) -> None:
     """Beside its place and renamed: a browser may be reading the one before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         beside.write_text(page, encoding="utf-8")
         beside.replace(path)

@@ -213,6 +213,21 @@ def test_an_engine_that_reads_a_folder_finds_the_language_model_there(tmp_path):
     assert not list(out.glob("*.safetensors*"))
 
 
+def test_a_run_that_begins_again_with_another_model_gives_its_engine_that_tokenizer(tmp_path):
+    from transformers import LlamaConfig
+
+    out = tmp_path / "text"
+    for name, extra in (("a", "only_a.txt"), ("b", "only_b.txt")):
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in ("tokenizer.json", "config.json", "model.safetensors.index.json", extra):
+            (folder / file).write_text(name)
+        language_model_folder(folder, LlamaConfig(vocab_size=len(name)), out)
+        assert (out / "tokenizer.json").read_text() == name
+        assert {p.name for p in out.iterdir()} == {"tokenizer.json", "config.json", extra}
+        assert config_keys(out)["model_type"] == "llama"
+
+
 @pytest.mark.full
 @pytest.mark.distributed
 def test_runs_on_wrappers_are_equal_on_one_and_two_ranks(tmp_path):
