@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state between the device and pinned host memory.
+"""Parameters and optimizer state between the device and pinned host memory.
 
 Owns where the tensors of a module or an optimizer rest between their uses. Tensor objects stay the
 same, so that FSDP2, optimizers and checkpoints keep their references: while a tensor is offloaded
@@ -119,7 +119,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def offload_module(module: nn.Module, *, changed: bool = True) -> None:
-    """Parameters and gradients of an FSDP2 (or plain) module to the host.
+    """Parameters of an FSDP2 (or plain) module to the host; gradients are gone before it rests.
 
     Gathered FSDP2 units are freed first: only this rank's shards move. The frozen base under
     adapters is copied once.
@@ -231,11 +231,7 @@ def is_on_device(tensor: Tensor) -> bool:
 def _module_tensors(
     module: nn.Module, which: Callable[[str], bool] = lambda name: True
 ) -> Iterator[Tensor]:
-    for name, parameter in module.named_parameters():
-        if which(name):
-            yield _local(parameter)
-            if parameter.grad is not None:
-                yield _local(parameter.grad)
+    return (_local(parameter) for name, parameter in module.named_parameters() if which(name))
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:

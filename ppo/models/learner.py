@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ppo.config import OptimConfig
+from ppo.errors import StopRequested
 from ppo.logprobs import LogitTransform, Reference
 from ppo.models.forward import with_bias
 from ppo.models.schedule import lr_factor
@@ -59,19 +60,27 @@ class Model:
 
     @contextmanager
     def on_device(self) -> Iterator[nn.Module]:
-        """Bring parameters that rest on the host to the device, for use and not for change."""
+        """Bring parameters that rest on the host to the device, for use and not for change.
+
+        They rest afterwards, also when a stop is requested in between: the run goes on to a save.
+        Any other exception ends the run, and must be written down at once: nothing is moved.
+        """
         if self.param_offload:
             reload_module(self.module, self.device)
         try:
             yield self.module
-        finally:
-            if self.param_offload:
-                offload_module(self.module, changed=False)
+        except StopRequested:
+            self._leave_device(changed=False)
+            raise
+        self._leave_device(changed=False)
 
     def rest(self) -> None:
         """Send to the host what rests there between uses."""
+        self._leave_device(changed=True)
+
+    def _leave_device(self, *, changed: bool) -> None:
         if self.param_offload:
-            offload_module(self.module)
+            offload_module(self.module, changed=changed)
 
     def whole_head(self) -> Head:
         """The output head of a causal LM, on the device and the caller's own. Collective."""
@@ -119,17 +128,21 @@ class Learner(Model):
 
     @contextmanager
     def updating(self) -> Iterator[nn.Module]:
-        """Parameters and optimizer state on the device; they rest afterwards."""
+        """Parameters and optimizer state on the device; they rest afterwards.
+
+        An exception leaves them where they are. It ends the run, and must be written down at once:
+        a copy would need memory of the host, and wait for a checkpoint that is being written, or
+        for ever for kernels whose partners on other ranks are gone. No run is stopped and saved
+        in the middle of an update.
+        """
         if self.param_offload:
             reload_module(self.module, self.device)
         if self.optimizer_offload:
             reload_optimizer(self.optimizer, self.device)
         if isinstance(self.optimizer, HostAdamW):
             self.optimizer.fetch()
-        try:
-            yield self.module
-        finally:
-            self.rest()
+        yield self.module
+        self.rest()
 
     def rest(self) -> None:
         """Send to the host what rests there between uses."""

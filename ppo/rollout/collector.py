@@ -20,12 +20,13 @@ from ppo.data.prompts import PromptSets
 from ppo.engines.agreement import Probe
 from ppo.engines.choose import build_engine
 from ppo.engines.contract import Completion, Engine, SamplingParams, stop_token_ids
+from ppo.errors import StopRequested
 from ppo.metrics import Metrics
 from ppo.models.folder import model_folder, read_generation_config
 from ppo.models.learner import Model
 from ppo.rollout.episodes import Episodes, open_episodes, sample_episodes
 from ppo.rollout.generate import ScoresToCome, generate
-from ppo.run.run import Run, StopRequested
+from ppo.run.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

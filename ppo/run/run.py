@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ppo.config import Config, ConfigError, Problem, to_yaml
-from ppo.errors import InputError
+from ppo.errors import InputError, StopRequested
 from ppo.files import new_numbered, replace_text
 from ppo.run.folder import (
     Outcome,
@@ -49,10 +49,6 @@ Result = TypeVar("Result")
 Step = TypeVar("Step")
 POLL_S = 2.0
 """seconds between two safe points of a pass over the batch, if its steps are shorter"""
-
-
-class StopRequested(Exception):
-    """The run is to stop now and be resumed later; raised on every rank at once."""
 
 
 class Run:

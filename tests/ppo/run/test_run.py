@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ppo.config import Config, ConfigError, load_config
-from ppo.errors import InputError
+from ppo.errors import InputError, StopRequested
 from ppo.run import signals
 from ppo.run.folder import (
     add_log_handlers,
@@ -30,7 +30,7 @@ from ppo.run.folder import (
     remove_log_handlers,
     write_status,
 )
-from ppo.run.run import Run, StopRequested
+from ppo.run.run import Run
 from ppo.run.signals import descendants
 from sharding.mesh import build_mesh, init_distributed
 from tests.distributed import run_distributed
