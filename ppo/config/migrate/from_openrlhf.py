@@ -1,7 +1,7 @@
 """OpenRLHF: the flags of train_ppo_ray, with underscores (up to 0.9) or dots (since).
 
-Owns what their values mean here, and their defaults. Names that hold the same value are in
-ppo/config/trainers/openrlhf.py.
+Owns what their values mean here. Names that hold the same value are in
+ppo/config/trainers/openrlhf.py, defaults in openrlhf_defaults.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,15 @@ from typing import Any
 
 from ppo.config.foreign import Foreign, foreign
 from ppo.config.migrate.given import Given
+from ppo.config.migrate.openrlhf_defaults import (
+    OF_BOTH,
+    OLDER,
+    defaults,
+    differences,
+    is_on,
+    number_of,
+    value_of,
+)
 from ppo.config.migrate.translate import (
     BY_TOKENS,
     NOTHING,
@@ -18,59 +27,14 @@ from ppo.config.migrate.translate import (
     Dialect,
     Rule,
     loggers,
+    prompt_files,
     raw_of,
 )
 from ppo.config.schema import schema
 from ppo.config.trainers import openrlhf
 from ppo.config.values import is_null
 
-# the newer name of a flag that a rule is about -> the older one
-_OLDER = {
-    "train.batch_size": "train_batch_size",
-    "train.micro_batch_size": "micro_train_batch_size",
-    "rollout.batch_size": "rollout_batch_size",
-    "rollout.n_samples_per_prompt": "n_samples_per_prompt",
-    "algo.advantage.estimator": "advantage_estimator",
-    "algo.advantage.no_std_norm": "no_advantage_std_norm",
-    "algo.kl.init_coef": "init_kl_coef",
-    "algo.kl.target": "kl_target",
-    "algo.kl.use_loss": "use_kl_loss",
-    "algo.kl.estimator": "kl_estimator",
-    "actor.eps_clip_low_high": "eps_clip_low_high",
-    "actor.policy_loss_type": "policy_loss_type",
-    "actor.num_nodes": "actor_num_nodes",
-    "actor.num_gpus_per_node": "actor_num_gpus_per_node",
-    "reward.model_name_or_path": "reward_pretrain",
-    "reward.remote_url": "remote_rm_url",
-    "data.prompt_dataset": "prompt_data",
-    "data.label_key": "label_key",
-    "ckpt.save_steps": "save_steps",
-    "eval.steps": "eval_steps",
-    "ckpt.save_hf": "save_hf_ckpt",
-    "critic.freezing_steps": "freezing_actor_steps",
-    "ds.zero_stage": "zero_stage",
-    "ds.param_dtype": "param_dtype",
-    "logger.wandb.key": "use_wandb",
-}
-
-DEFAULTS = {
-    "actor.clip_ratio_c": 1e9,
-    "actor.optim.betas": "[0.9, 0.95]",
-    "actor.optim.lr_scheduler_type": "cosine",
-    "actor.optim.lr_warmup_steps_ratio": 0.03,
-    "actor.optim.min_lr_ratio": 0.1,
-    "actor.optim.weight_decay": 0.0,
-    "actor.ppo_mini_batch_size": 128,
-    "algorithm.kl_ctrl.kl_coef": 0.01,
-    "critic.optim.lr": 9e-6,
-    "data.max_prompt_length": 1024,
-    "data.max_response_length": 1024,
-    "guards.preset": "none",
-    "trainer.max_ckpt_to_keep": 3,
-    "trainer.save_freq": 0,
-    "trainer.test_freq": -1,
-    "trainer.val_before_train": False,
-}
+_CORRECTION = "algo.advantage.is_correction"
 _ESTIMATORS = {
     "reinforce": "reinforce_plus_plus",
     "reinforce_baseline": "reinforce_plus_plus_baseline",
@@ -83,11 +47,11 @@ def dialect(given: Given) -> Dialect:
     """How flags become our keys."""
     return Dialect(
         name="OpenRLHF",
-        own_name=lambda flag: _OLDER.get(flag, flag),
+        own_name=lambda flag: OLDER.get(flag, flag),
         lookup=_lookup,
         rule=lambda flag: RULES.get(flag),
         whole=_whole,
-        defaults=DEFAULTS,
+        defaults=defaults(given),
     )
 
 
@@ -97,16 +61,6 @@ def _lookup(flag: str) -> Foreign | None:
         return Foreign("", openrlhf.SAME[flag])
     advice = openrlhf.ADVICE.get(flag)
     return Foreign(advice) if advice else foreign(flag, known)
-
-
-def value_of(given: Given, flag: str, default: Any = None) -> Any:
-    """The raw value of a flag, under either name."""
-    newer = next((new for new, old in _OLDER.items() if old == flag), flag)
-    return given.keys.get(newer, given.keys.get(flag, default))
-
-
-def _is_on(given: Given, flag: str) -> bool:
-    return str(value_of(given, flag, "false")).lower() == "true"
 
 
 def _whole(given: Given) -> Mapping[str, Answer]:
@@ -121,7 +75,7 @@ def _whole(given: Given) -> Mapping[str, Answer]:
         gap = f"{batch} is no whole number of prompts of {n} samples: say actor.ppo_mini_batch_size"
         found["train_batch_size"] = Answer(gap=gap)
     coefficient = value_of(given, "init_kl_coef", raw_of(0.01))
-    is_off, in_loss = str(coefficient) in ("0", "0.0"), _is_on(given, "use_kl_loss")
+    is_off, in_loss = str(coefficient) in ("0", "0.0"), is_on(given, "use_kl_loss")
     values: dict[str, Any] = {"algorithm.use_kl_in_reward": raw_of(not is_off and not in_loss)}
     if in_loss:
         values |= {"actor.use_kl_loss": raw_of(not is_off), "actor.kl_loss_coef": coefficient}
@@ -133,7 +87,7 @@ def _whole(given: Given) -> Mapping[str, Answer]:
         values["algorithm.kl_ctrl.type"] = "adaptive"
         values["algorithm.kl_ctrl.target_kl"] = value_of(given, "kl_target")
     found["kl"] = Answer(values)
-    return found
+    return {**found, **differences(given)}
 
 
 def _estimator(raw: Any, given: Given) -> Answer:
@@ -143,10 +97,33 @@ def _estimator(raw: Any, given: Given) -> Answer:
     return Answer(values)
 
 
-def _scheduler(raw: Any, given: Given) -> Answer:
-    kind = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}.get(str(raw), raw)
-    least = raw_of(0.1 if str(raw) == "cosine_with_min_lr" else 0.0)
-    return Answer({"actor.optim.lr_scheduler_type": kind, "actor.optim.min_lr_ratio": least})
+def _scheduler(section: str) -> Rule:
+    """Of one optimizer; cosine_with_min_lr ends at min_lr_ratio, others at 0."""
+
+    def rule(raw: Any, given: Given) -> Answer:
+        kind = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}.get(
+            str(raw), raw
+        )
+        least = raw_of(0.0)
+        if _ends_above_0(raw):
+            least = given.keys.get(f"{section}.min_lr_ratio", raw_of(0.1))
+        keys = {"lr_scheduler_type": kind, "min_lr_ratio": least}
+        return Answer({f"{section}.optim.{name}": value for name, value in keys.items()})
+
+    return rule
+
+
+def _least(section: str) -> Rule:
+    def rule(raw: Any, given: Given) -> Answer:
+        if not _ends_above_0(given.keys.get(f"{section}.lr_scheduler", "cosine_with_min_lr")):
+            return NOTHING
+        return Answer({f"{section}.optim.min_lr_ratio": raw})
+
+    return rule
+
+
+def _ends_above_0(scheduler: Any) -> bool:
+    return str(scheduler) == "cosine_with_min_lr"
 
 
 def _clip(raw: Any, given: Given) -> Answer:
@@ -157,16 +134,6 @@ def _clip(raw: Any, given: Given) -> Answer:
 
 def _loss(raw: Any, given: Given) -> Answer:
     return Answer({"actor.policy_loss.loss_mode": {"ppo": "vanilla"}.get(str(raw), raw)})
-
-
-def _files(raw: Any, given: Given) -> Answer:
-    names = [str(name) for name in (raw if isinstance(raw, list) else str(raw).split(","))]
-    if all(name == "tiny" or name.endswith((".parquet", ".jsonl", ".json")) for name in names):
-        return Answer({"data.train_files": names})
-    return Answer(
-        gap="data sets become files first, `python -m ppo.data.prepare --help` lists how; then say "
-        "data.train_files"
-    )
 
 
 def _label(raw: Any, given: Given) -> Answer:
@@ -182,6 +149,76 @@ def _reward_function(raw: Any, given: Given) -> Answer:
         "ground_truth, extra_info) here: wrap it in a file, or have that file call the server, and "
         "name it in reward.function.path (ppo/rewards/README.md)"
     )
+
+
+def _reward_model(raw: Any, given: Given) -> Answer:
+    if "," in str(raw):
+        return Answer(gap="one reward model scores here: name one in reward.model.path")
+    return Answer({"reward.model.enable": raw_of(True), "reward.model.path": raw})
+
+
+def _normalize(raw: Any, given: Given) -> Answer:
+    """Whose statistics those are is another matter."""
+    if str(raw).lower() != "true":
+        return NOTHING
+    why = "with the mean and deviation that the reward model was saved with there; with those of "
+    return Answer({"reward.normalize": raw}, gap=f"{why}the scores of the run so far here")
+
+
+def _without_deviation(raw: Any, given: Given) -> Answer:
+    """Of the advantages of a batch, which group_norm and rloo do not scale."""
+    scaled = ("gae", "reinforce", "reinforce_baseline")
+    if (
+        str(raw).lower() != "true"
+        or str(value_of(given, "advantage_estimator", "gae")) not in scaled
+    ):
+        return NOTHING
+    return Answer(gap="advantages of a batch are divided by their deviation here")
+
+
+def _overlong(raw: Any, given: Given) -> Answer:
+    """With the manager that applies it."""
+    return (
+        NOTHING
+        if is_null(raw)
+        else Answer({"reward.overlong_buffer.len": raw, "reward.manager": "dapo"})
+    )
+
+
+def _max_len(raw: Any, given: Given) -> Answer:
+    """Of both together: the prompt has what the longest response leaves of it."""
+    response, total = (
+        number_of(given, "rollout.max_new_tokens", 0),
+        number_of(given, "data.max_len", 0),
+    )
+    if 0 < response < total:
+        return Answer({"data.max_prompt_length": raw_of(total - response)})
+    return Answer(gap=OF_BOTH)
+
+
+def _correction(raw: Any, given: Given) -> Answer:
+    """Weights against the mismatch of engine and trainer, of newer releases."""
+    if str(raw).lower() != "true":
+        return NOTHING
+    kind = str(given.keys.get(f"{_CORRECTION}_type", "tis"))
+    bounds = given.keys.get(f"{_CORRECTION}_threshold", [raw_of(0.5), raw_of(5.0)])
+    if kind == "seq-mask-tis" or not isinstance(bounds, list) or len(bounds) != 2:
+        return Answer(gap="use algorithm.rollout_correction.reject: {seq_mean_k1: [low, high]}")
+    ours = "algorithm.rollout_correction."
+    values = {f"{ours}rollout_is": "token", f"{ours}rollout_is_threshold": bounds[1]}
+    if kind == "icepop":
+        return Answer(values | {f"{ours}icepop": bounds})
+    return Answer(values, gap=f"weights below {bounds[0]} are raised to it there, and stay here")
+
+
+def _threshold(raw: Any, given: Given) -> Answer:
+    if isinstance(raw, list):
+        return NOTHING  # of _correction
+    return Answer({"algorithm.rollout_correction.rollout_is_threshold": raw})
+
+
+def _optimizer(raw: Any, given: Given) -> Answer:
+    return NOTHING if str(raw) == "adam" else Answer(gap="AdamW is the only optimizer")
 
 
 def _dtype(raw: Any, given: Given) -> Answer:
@@ -222,18 +259,26 @@ RULES: Mapping[str, Rule] = {
         "keeps them, as stage 2 does"
     ),
     "advantage_estimator": _estimator,
-    "no_advantage_std_norm": _on({"algorithm.norm_adv_by_std_in_grpo": raw_of(False)}),
-    "lr_scheduler": _scheduler,
+    "no_advantage_std_norm": _without_deviation,
+    "lr_scheduler": _scheduler("actor"),
+    **{f"{section}.lr_scheduler": _scheduler(section) for section in ("actor", "critic")},
+    **{f"{section}.min_lr_ratio": _least(section) for section in ("actor", "critic")},
+    **{f"{section}.optim": _optimizer for section in ("actor", "critic")},
+    "enable_vllm_is_correction": _on({"algorithm.rollout_correction.rollout_is": "token"}),
+    f"{_CORRECTION}_enable": _correction,
+    f"{_CORRECTION}_type": _nothing,
+    f"{_CORRECTION}_threshold": _threshold,
+    "data.max_len": _max_len,
+    "normalize_reward": _normalize,
+    "overlong_buffer_len": _overlong,
     "eps_clip_low_high": _clip,
     "policy_loss_type": _loss,
     "actor_num_nodes": lambda raw, given: Answer({"check.nnodes": raw}),
     "actor_num_gpus_per_node": lambda raw, given: Answer({"check.nproc_per_node": raw}),
-    "prompt_data": _files,
+    "prompt_data": lambda raw, given: prompt_files(raw),
     "label_key": _label,
     "remote_rm_url": _reward_function,
-    "reward_pretrain": lambda raw, given: Answer(
-        {"reward.model.enable": raw_of(True), "reward.model.path": raw}
-    ),
+    "reward_pretrain": _reward_model,
     "param_dtype": _dtype,
     "freezing_actor_steps": lambda raw, given: (
         NOTHING if str(raw) == "-1" else Answer({"trainer.critic_warmup": raw})

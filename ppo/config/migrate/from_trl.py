@@ -11,7 +11,15 @@ from typing import Any
 
 from ppo.config.foreign import Foreign, foreign
 from ppo.config.migrate.given import Given
-from ppo.config.migrate.translate import NOTHING, Answer, Dialect, Rule, loggers, raw_of
+from ppo.config.migrate.translate import (
+    NOTHING,
+    Answer,
+    Dialect,
+    Rule,
+    loggers,
+    prompt_files,
+    raw_of,
+)
 from ppo.config.migrate.trl_batches import algorithm_of, steps_of, whole_number
 from ppo.config.migrate.trl_defaults import (
     defaults,
@@ -29,7 +37,6 @@ CONFIG_CLASSES = (
     "GRPOScriptArguments",
 )
 """whose calls are read; the first of those that a file has says which trainer it is"""
-_PROMPT_FILES = (".parquet", ".jsonl", ".json")
 
 
 def dialect(given: Given) -> Dialect:
@@ -151,15 +158,6 @@ def _episodes(raw: Any, given: Given) -> Answer:
     return Answer({"trainer.total_training_steps": raw_of(-(-total // steps.prompts))})
 
 
-def _dataset(raw: Any, given: Given) -> Answer:
-    if str(raw).endswith(_PROMPT_FILES) or str(raw) == "tiny":
-        return Answer({"data.train_files": raw})
-    return Answer(
-        gap="data sets become files first, `python -m ppo.data.prepare --help` lists how; then say "
-        "data.train_files"
-    )
-
-
 def _level(raw: Any, given: Given) -> Answer:
     if str(raw).startswith("sequence"):
         return Answer({"actor.policy_loss.loss_mode": "gspo"})
@@ -241,7 +239,7 @@ RULES: Mapping[str, Rule] = {
     "eval_strategy": _strategy("trainer.test_freq"),
     "eval_on_start": lambda raw, given: Answer({"trainer.val_before_train": raw}),
     "total_episodes": _episodes,
-    "dataset_name": _dataset,
+    "dataset_name": lambda raw, given: prompt_files(raw),
     "report_to": lambda raw, given: loggers(raw, "console", "jsonl"),
     "lr_scheduler_type": lambda raw, given: Answer(
         {

@@ -46,6 +46,8 @@ BY_TOKENS = (
     "micro-batches are cut by tokens, actor.ppo_max_token_len_per_gpu, and change no gradient; "
     "actor.use_dynamic_bsz=false cuts them by sequences"
 )
+UNBOUNDED_KL_COEF = {"algorithm.kl_ctrl.min": 0.0, "algorithm.kl_ctrl.max": 1000}
+"""of an adaptive coefficient without bounds; the largest range that is admitted here"""
 
 
 class Dialect(NamedTuple):
@@ -203,6 +205,17 @@ def loggers(names: Any, *always: str) -> Answer:
     others = [name for name in asked - {*ours, "none", "all"} if not is_null(Plain(name))]
     gap = f"there is no {', '.join(sorted(others))} here" if others else ""
     return Answer({"trainer.logger": ours}, gap)
+
+
+def prompt_files(raw: Any) -> Answer:
+    """data.train_files, where names are those of files."""
+    names = [str(name) for name in (raw if isinstance(raw, list) else str(raw).split(","))]
+    if all(name == "tiny" or name.endswith((".parquet", ".jsonl", ".json")) for name in names):
+        return Answer({"data.train_files": names})
+    return Answer(
+        gap="data sets become files first, `python -m ppo.data.prepare --help` lists how; then say "
+        "data.train_files"
+    )
 
 
 def raw_of(value: Any) -> Any:

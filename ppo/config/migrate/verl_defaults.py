@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppo.config.migrate.given import Given
-from ppo.config.migrate.translate import Answer
+from ppo.config.migrate.translate import UNBOUNDED_KL_COEF, Answer
 from ppo.config.values import is_null
 
 PREFIX = "actor_rollout_ref."
@@ -48,8 +48,6 @@ _OF_THE_CRITICS_ADAPTERS = {
     "critic.model.lora_exclude_modules": "[]",
     "critic.model.lora_dropout": 0.0,
 }
-UNBOUNDED_KL_COEF = {"algorithm.kl_ctrl.min": 0.0, "algorithm.kl_ctrl.max": 1000}
-"""of an adaptive coefficient; the largest range that is admitted here"""
 _OF_TURNS = {"rollout.episode.max_turns": 10000, "rollout.episode.tool_format": "hermes"}
 """turns end with the response's length alone there"""
 

@@ -87,6 +87,20 @@ SAME = {
     "algo.advantage.is_correction_level": "algorithm.rollout_correction.rollout_is",
     "algo.advantage.is_correction_threshold": "algorithm.rollout_correction.rollout_is_threshold",
     "vllm_is_truncated_threshold": "algorithm.rollout_correction.rollout_is_threshold",
+    **{
+        f"{section}.{theirs}": f"{section}.{ours}"
+        for section in ("actor", "critic")
+        for theirs, ours in {
+            "adam.lr": "optim.lr",
+            "adam.betas": "optim.betas",
+            "adam.eps": "optim.eps",
+            "adam.weight_decay": "optim.weight_decay",
+            "lr_warmup_ratio": "optim.lr_warmup_steps_ratio",
+            "lr_scheduler": "optim.lr_scheduler_type",
+            "min_lr_ratio": "optim.min_lr_ratio",
+            "max_norm": "grad_clip",
+        }.items()
+    },
     "gradient_checkpointing": "model.enable_gradient_checkpointing",
     "actor.gradient_checkpointing_enable": "model.enable_gradient_checkpointing",
     "attn_implementation": "model.attn_implementation",
@@ -147,6 +161,9 @@ ADVICE = {
     "no_advantage_std_norm": "use algorithm.norm_adv_by_std_in_grpo=false",
     "algo.advantage.no_std_norm": "use algorithm.norm_adv_by_std_in_grpo=false",
     "enable_vllm_is_correction": "use algorithm.rollout_correction.rollout_is",
+    "algo.advantage.is_correction_enable": "use algorithm.rollout_correction.rollout_is",
+    "algo.advantage.is_correction_type": "use algorithm.rollout_correction.rollout_is, icepop or "
+    "reject",
     "algo.advantage.is_correction_mode": "use algorithm.rollout_correction.rollout_is, or icepop "
     "there",
     "algo.advantage.is_correction_gating": "use algorithm.rollout_correction.icepop",
@@ -215,6 +232,11 @@ _NOT_NEEDED = {
     "gradient_checkpointing_use_reentrant actor.gradient_checkpointing_reentrant "
     "ds.experts_implementation ds.ring_attn_head_stride ring_head_stride",
     "every iteration is logged": "logger.logging_steps",
+    "AdamW is the only optimizer": " ".join(
+        f"{section}.muon.{name}"
+        for section in ("actor", "critic")
+        for name in ("lr", "momentum", "ns_steps", "nesterov", "no_nesterov", "weight_decay")
+    ),
     "the run folder has all of it": "wandb_org wandb_group logger.wandb.org logger.wandb.group",
     "prompts are read once, by every rank": "data.dataloader_num_workers "
     "data.disable_fast_tokenizer disable_fast_tokenizer prompt_split data.prompt_split eval_split "
