@@ -67,6 +67,7 @@ def load_evaluation(options: Options, check: Callable[[Config], list[Problem]]) 
         "trainer.resume_mode=disable",
         "trainer.val_only=false",
         "trainer.keep_best=null",
+        "trainer.early_stop.metric=null",
     ]
     if options.out.suffix not in (".parquet", ".jsonl"):
         rule = "must end with .parquet or .jsonl"

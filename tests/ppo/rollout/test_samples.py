@@ -1,6 +1,7 @@
 """Samples files, and rollout.py as a whole."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from ppo.check.rules import check_config
 from ppo.config import ConfigError
 from ppo.data.tokenizer import load_tokenizer
 from ppo.models.build import build_causal_lm
@@ -102,6 +104,12 @@ def test_a_hugging_face_folder_becomes_the_model(tmp_path):
 def test_an_evaluation_respects_the_limits_of_the_data(tmp_path, overrides, limit):
     config = load_evaluation(options_of(tmp_path, *overrides), lambda config: [])
     assert config.data.train_max_samples == limit
+
+
+def test_a_run_that_watches_its_validation_can_be_evaluated(tmp_path):
+    watched = ("trainer.early_stop.metric=val-core/tiny", "trainer.keep_best=val-core/tiny")
+    check = partial(check_config, world_size=1, ranks_per_node=1)
+    load_evaluation(options_of(tmp_path, *watched), check)
 
 
 def evaluate_rows(folder: Path, data: Path, checkpoint: Path, *overrides: str) -> list[dict]:

@@ -1,6 +1,7 @@
 """A reward model from preference pairs: its loss and gradient, and what transformers loads."""
 
 import json
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ppo.check.rules import check_config
 from ppo.config import load_config
 from ppo.data.tiny import tiny_pairs
 from ppo.errors import InputError
@@ -17,7 +19,14 @@ from ppo.models.build import build_value_model
 from ppo.models.learner import Learner
 from ppo.models.tiny import build_tiny_model, build_tiny_tokenizer
 from ppo.rollout import train_reward_model
-from ppo.rollout.train_reward_model import Layout, Pair, learn, read_pairs
+from ppo.rollout.train_reward_model import (
+    Layout,
+    Pair,
+    learn,
+    load_training,
+    parse_options,
+    read_pairs,
+)
 from sharding.mesh import build_mesh, init_distributed
 from tests.distributed import run_distributed
 
@@ -110,6 +119,21 @@ def test_pairs_come_from_prepared_rows_and_from_raw_ones_and_bad_ones_are_named(
     with pytest.raises(InputError, match=r"row 0 .*'chosen'.*must be text"):
         list(read_pairs(str(path), tokenizer, 256, "train"))
     assert all(pair["chosen"] != pair["rejected"] for pair in tiny_pairs("val", 0))
+
+
+@pytest.mark.parametrize("preset", ["dapo_tiny.yaml", "ppo_qwen2.5_7b_rlhf.yaml"])
+def test_what_a_run_does_with_its_model_does_not_keep_it_from_being_a_reward_model(
+    tmp_path, preset
+):
+    options = parse_options(
+        [
+            *(f"--config={preset}", "--data=tiny", f"--out={tmp_path / 'out'}"),
+            *("trainer.early_stop.metric=val-core/x", "trainer.keep_best=val-core/x"),
+            *("trainer.val_only=true", "rollout.tensor_model_parallel_size=2"),
+            "reward.weights.function=0",
+        ]
+    )
+    load_training(options, partial(check_config, world_size=1, ranks_per_node=1))
 
 
 def test_a_reward_model_learns_pairs_and_is_what_transformers_loads(tmp_path, capsys):
