@@ -37,7 +37,7 @@ from ppo.run.progress import progress_bar
 from ppo.run.signals import EXIT_INTERRUPTED, SignalWatch
 from ppo.run.startup import StartClock
 from ppo.run.status import Status
-from ppo.run.stops import STOP_FILES, StopRequests
+from ppo.run.stops import StopRequests, remove_old_files
 from ppo.run.watchdog import Watchdog, is_of_communication
 from sharding.agree import errors_by_rank, gather, raise_everywhere
 from sharding.mesh import Mesh
@@ -75,7 +75,7 @@ class Run:
         Args:
             command: the command line, for the record.
             restart_count: TORCHELASTIC_RESTART_COUNT. Only a first start (0) obeys resume_mode
-                disable and removes old STOP and PREEMPT files.
+                disable and removes old STOP and PREEMPT files (`stops.remove_old_files`).
             tell_launcher: told, on one rank of a node, why its processes are ended.
             clock: of the start, begun before the process groups; None = begins here.
         """
@@ -148,10 +148,10 @@ class Run:
         if self.mesh.rank != 0:
             return
         owned.enter_context(lock_folder(self.dir))
-        if not self.is_restart:
-            for name in STOP_FILES:
-                (self.dir / name).unlink(missing_ok=True)
         earlier = read_status(self.dir)
+        if not self.is_restart:
+            trains = not self._config.trainer.val_only
+            remove_old_files(self.dir, earlier["state"] if earlier and trains else None)
         if earlier is not None and earlier["state"] == "running":  # and nobody holds the lock
             reason = "ended without a word: killed, or its machine was lost"
             write_status(self.dir, "failed", step=earlier["step"], reason=reason)

@@ -29,6 +29,23 @@ _REASONS = tuple(STOPS)
 STOP_FILES = ("STOP", "PREEMPT")
 
 
+def remove_old_files(folder: Path, earlier: Outcome | None) -> None:
+    """Remove what has asked an earlier start to stop.
+
+    Each start does so: a STOP that is there was touched since the last one began. Where that was
+    preempted or killed it has not been obeyed, and the job starts again by itself: it stays.
+
+    Args:
+        earlier: the state that the last start has left; None = there is none to go on with.
+    """
+    for name in STOP_FILES:
+        file = folder / name
+        if name == "STOP" and earlier in ("running", "preempted") and file.exists():
+            logger.warning("%s has not stopped the start before this one: it stops this one", file)
+        else:
+            file.unlink(missing_ok=True)
+
+
 class StopRequests:
     """`code` is what the ranks agree on, 0 while nothing is asked for."""
 

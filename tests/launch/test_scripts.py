@@ -167,6 +167,7 @@ def test_the_slurm_job_does_what_the_outcome_of_its_start_asks_for(
     result = shell(*command, cwd=ROOT, PATH=path, **job, **this_start)
     assert result.returncode == exit_code, result.stdout + result.stderr
     assert ("requeued 7" in result.stdout) == requeued
+    assert not (run / "STOP").exists()
     if "OUTCOME" not in this_start and before:
         assert (run / "status.json").read_text() == before
 

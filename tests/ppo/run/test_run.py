@@ -23,6 +23,7 @@ from ppo.config import Config, ConfigError, load_config
 from ppo.errors import InputError, StopRequested
 from ppo.run import signals
 from ppo.run.folder import (
+    Outcome,
     add_log_handlers,
     git_revision,
     lock_folder,
@@ -256,6 +257,29 @@ def test_a_stop_file_stops_the_run_but_an_old_one_does_not(both) -> None:
     assert seen["STOP status"] == {"state": "stopped", "step": 0, "reason": "STOP file"}
     assert seen["PREEMPT status"] == {"state": "preempted", "step": 0, "reason": "PREEMPT file"}
     assert seen["STOP after a restart by torchrun"]
+
+
+def test_a_stop_between_two_starts_ends_the_second_where_the_job_starts_again_by_itself(
+    tmp_path: Path,
+) -> None:
+    ends: dict[Outcome, bool] = {"preempted": True, "running": True, "stopped": False}
+    ends |= {"finished": False, "interrupted": False, "failed": False}
+    with init_distributed(torch.device("cpu")):
+        for state, stops in ends.items():
+            folder = tmp_path / state
+            folder.mkdir()
+            write_status(folder, state, step=3, reason="")
+            for name in ("STOP", "PREEMPT"):
+                (folder / name).touch()
+            with open_run(folder, 1) as run:
+                run.begin(step=3)
+                if run.should_stop():
+                    run.raise_stop()
+            found = read_status(folder)
+            assert found is not None and found["state"] == ("stopped" if stops else "finished")
+            assert [(folder / name).exists() for name in ("STOP", "PREEMPT")] == [stops, False]
+            with open_run(folder, 1) as run:  # it has been obeyed
+                assert not run.should_stop()
 
 
 @pytest.mark.distributed
