@@ -14,6 +14,7 @@ from ppo.config.foreign import foreign
 from ppo.config.migrate.given import Given
 from ppo.config.migrate.translate import (
     BY_TOKENS,
+    DTYPES,
     NOTHING,
     Answer,
     Dialect,
@@ -22,11 +23,13 @@ from ppo.config.migrate.translate import (
     raw_of,
 )
 from ppo.config.migrate.verl_defaults import (
+    LEFT_AS_THEY_ARE,
     PREFIX,
     TURNS,
     defaults,
     differences,
     has_turns,
+    is_above_0,
     value_of,
 )
 from ppo.config.schema import schema
@@ -42,6 +45,7 @@ _OVERLONG = re.compile(
     r"(?:reward_model|reward|custom_reward_function)\."
     r"(?:reward_kwargs\.)?overlong_buffer(?:_cfg)?\.(enable|len|penalty_factor|log)"
 )
+_LORA = re.compile(r"((?:critic\.)?model\.lora)\.(\w+)")
 DYNAMIC, BUDGET = "actor.use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu"
 
 
@@ -52,7 +56,7 @@ def dialect(given: Given) -> Dialect:
         name="verl",
         own_name=_own_name,
         lookup=lambda path: foreign(path, known),
-        rule=_rule,
+        rule=lambda name: _rule(name, given),
         whole=_whole,
         defaults=defaults(given),
     )
@@ -62,7 +66,7 @@ def _own_name(path: str) -> str:
     return path.removeprefix(PREFIX)
 
 
-def _rule(name: str) -> Rule | None:
+def _rule(name: str, given: Given) -> Rule | None:
     if _RANDOM.fullmatch(name):
         return lambda raw, given: Answer(unneeded="every pass is that of evaluation")
     if match := _OVERLONG.fullmatch(name):
@@ -75,6 +79,14 @@ def _rule(name: str) -> Rule | None:
         return lambda raw, given: _only(raw, "-1", "use trainer.total_training_steps")
     if name.endswith(".strategy"):
         return lambda raw, given: _strategy(raw)
+    if left := LEFT_AS_THEY_ARE.get(name):
+        return _no_default(left[0], why=left[1])
+    if name.endswith(".model_dtype") and not name.startswith("actor."):
+        return lambda raw, given: _master_dtype(raw, given)
+    if name.endswith(".use_torch_compile") and not name.startswith("model."):
+        return lambda raw, given: Answer(unneeded="it is of the entropy; see model.compile")
+    if (match := _LORA.fullmatch(name)) and not is_above_0(value_of(given, f"{match[1]}.rank")):
+        return lambda raw, given: NOTHING  # a section of Megatron's
     return RULES.get(name)
 
 
@@ -97,6 +109,13 @@ def _shared(ours: str, raw: Any, given: Given) -> Answer:
     ):
         return NOTHING
     return Answer(gap=f"all models share {ours}")
+
+
+def _master_dtype(raw: Any, given: Given) -> Answer:
+    """Of another model than the actor's."""
+    said = value_of(given, "actor.fsdp_config.model_dtype", value_of(given, "model.dtype", "fp32"))
+    ours = {DTYPES.get(str(dtype), str(dtype)) for dtype in (raw, said)}
+    return NOTHING if is_null(raw) or len(ours) == 1 else Answer(gap="all models share model.dtype")
 
 
 def _strategy(raw: Any) -> Answer:
@@ -197,7 +216,7 @@ def _metric(raw: Any, given: Given) -> Answer:
 
 
 def _no_default(*defaults: str, why: str) -> Rule:
-    return lambda raw, given: NOTHING if str(raw) in defaults else Answer(gap=why)
+    return lambda raw, given: NOTHING if str(raw).lower() in defaults else Answer(gap=why)
 
 
 def _switch(key: str, off: Any) -> Rule:
@@ -234,16 +253,15 @@ RULES: Mapping[str, Rule] = {
     "critic.ulysses_sequence_parallel_size": lambda raw, given: Answer(
         unneeded="it is actor.ulysses_sequence_parallel_size"
     ),
-    "critic.rollout_n": lambda raw, given: NOTHING,
+    **{
+        f"{section}.rollout_n": lambda raw, given: NOTHING for section in ("actor", "ref", "critic")
+    },
     "algorithm.adv_estimator": _estimator,
     "algorithm.filter_groups.metric": _metric,
     "reward_model.reward_manager": _manager,
     "reward.reward_manager.name": _manager,
     "data.custom_cls.path": _dataset_class,
     "data.custom_cls.name": _dataset_class,
-    "data.image_key": _no_default("images", why="vision is not built"),
-    "data.video_key": _no_default("videos", why="vision is not built"),
-    "actor.freeze_vision_tower": _no_default("False", "false", why="vision is not built"),
     "model.path": _model,
     "rollout.name": _engine,
     f"{TURNS}enable": _multi_turn,
@@ -254,7 +272,6 @@ RULES: Mapping[str, Rule] = {
     "rollout.top_k": lambda raw, given: Answer(
         {"rollout.top_k": raw_of(-1) if str(raw) == "0" else raw}
     ),
-    "rollout.do_sample": _no_default("true", "True", why="training samples always"),
     "rollout.val_kwargs.do_sample": lambda raw, given: NOTHING,
     "rollout.val_kwargs.temperature": _val_temperature,
     "rollout.val_kwargs.top_k": _no_default("-1", "0", why="validation with top_k is not built"),

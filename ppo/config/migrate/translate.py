@@ -23,9 +23,9 @@ from ppo.config.text import Plain, parse
 from ppo.config.values import Mismatch, coerce, is_null
 
 _UNKNOWN_TEXT = re.compile(r"\$\{(\w+)\}|\$\(|`")
-_SWITCHES = ("enable", "url", "tool", "class_path")
+_SWITCHES = ("enable", "enabled", "url", "tool", "class_path")
 """keys that switch their section on"""
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "float": "float32"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "float": "float32"}
 
 
 class Answer(NamedTuple):
@@ -234,8 +234,8 @@ def _read(path: str, raw: Any) -> tuple[str | None, Any]:
     key: Key | None = schema().get(path)
     if key is None:
         return None, raw  # inside of a mapping
-    if isinstance(raw, str) and raw in _DTYPES and "bfloat16" in str(key.hint):
-        raw = Plain(_DTYPES[raw])
+    if isinstance(raw, str) and raw in DTYPES and "bfloat16" in str(key.hint):
+        raw = Plain(DTYPES[raw])
     if key.derive and is_null(raw):
         return None, raw
     try:

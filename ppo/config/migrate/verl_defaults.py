@@ -11,6 +11,7 @@ from typing import Any
 
 from ppo.config.migrate.given import Given
 from ppo.config.migrate.translate import UNBOUNDED_KL_COEF, Answer
+from ppo.config.trainers.verl import EPISODES, REINFORCE
 from ppo.config.values import is_null
 
 PREFIX = "actor_rollout_ref."
@@ -51,13 +52,40 @@ _OF_THE_CRITICS_ADAPTERS = {
 _OF_TURNS = {"rollout.episode.max_turns": 10000, "rollout.episode.tool_format": "hermes"}
 """turns end with the response's length alone there"""
 
+_PARALLEL = "of the parallelism of an engine rollout.tensor_model_parallel_size alone is built"
+LEFT_AS_THEY_ARE = {
+    **dict.fromkeys(
+        ("actor.router_replay.mode", "ref.router_replay.mode"),
+        ("disabled", "replay of the router's choices is not built"),
+    ),
+    **{
+        f"rollout.{kind}_parallel_size": ("1", _PARALLEL)
+        for kind in ("data", "expert", "pipeline_model")
+    },
+    "rollout.scheduling_policy": ("fcfs", "use rollout.engine_kwargs.schedule_policy"),
+    "rollout.agent.default_agent_loop": ("single_turn_agent", EPISODES),
+    "reward.reward_manager.module.name": (
+        "custom_reward_manager",
+        "use reward.function for a rule of your own",
+    ),
+    "reward.reward_manager.source": ("register", "use reward.function for a rule of your own"),
+    "algorithm.rollout_correction.loss_type": ("ppo_clip", REINFORCE),
+    "data.image_key": ("images", "vision is not built"),
+    "data.video_key": ("videos", "vision is not built"),
+    "data.audio_key": ("audios", "vision is not built"),
+    "data.image_patch_size": ("14", "vision is not built"),
+    "actor.freeze_vision_tower": ("false", "vision is not built"),
+    "rollout.do_sample": ("true", "training samples always"),
+}
+"""values that whole files of defaults have and that ask for nothing, and what others ask for"""
+
 
 def defaults(given: Given) -> Mapping[str, Any]:
     """By our key, as YAML has them; those that depend on others only where these are said."""
     found: dict[str, Any] = dict(_ALWAYS)
-    if _is_above_0(value_of(given, "critic.model.lora_rank")):
+    if is_above_0(value_of(given, "critic.model.lora_rank")):
         found |= _OF_THE_CRITICS_ADAPTERS
-    if _is_above_0(value_of(given, "model.lora.rank")):  # Megatron's section
+    if is_above_0(value_of(given, "model.lora.rank")):  # Megatron's section
         found["model.lora_alpha"] = 32
     if str(value_of(given, "algorithm.kl_ctrl.type")) == "adaptive":
         found |= UNBOUNDED_KL_COEF
@@ -93,5 +121,6 @@ def _has_critic(given: Given) -> bool:
     return str(value_of(given, "algorithm.adv_estimator", "gae")) == "gae"
 
 
-def _is_above_0(raw: Any) -> bool:
+def is_above_0(raw: Any) -> bool:
+    """Of a rank: whether there are adapters."""
     return not is_null(raw) and str(raw) != "0"

@@ -194,6 +194,7 @@ ADVICE = {
     "critic.save_value_network": "use critic.checkpoint.save_contents with hf_model",
     "load_checkpoint": "use trainer.resume_mode",
     "ckpt.load_enable": "use trainer.resume_mode",
+    "flash_attn": "use model.attn_implementation",
     "bf16": "use actor.fsdp.mixed_precision.param_dtype=bfloat16, the default",
     "ds.param_dtype": "use actor.fsdp.mixed_precision.param_dtype",
     "grad_accum_dtype": "use actor.fsdp.mixed_precision.reduce_dtype",
@@ -211,6 +212,8 @@ ADVICE = {
     "reward.offload": "the reward model rests on the host while it is idle, always; remove it",
     "vllm.enable_prefix_caching": "use rollout.engine_kwargs.disable_radix_cache",
     "enable_prefix_caching": "use rollout.engine_kwargs.disable_radix_cache",
+    "algo.dynamic_filtering_std_threshold": "use algorithm.filter_groups: groups whose scores are "
+    "equal are left out",
     "algo.dynamic_filtering_range": "use algorithm.filter_groups",
     "dynamic_filtering_reward_range": "use algorithm.filter_groups",
     "train.partial_rollout_enable": "use rollout.partial",

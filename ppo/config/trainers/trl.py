@@ -194,7 +194,8 @@ _NOT_BUILT = {
     "a coefficient of entropy that adapts": "use_adaptive_entropy entropy_coef_min "
     "entropy_coef_max entropy_coef_delta entropy_target",
     "a mask of off-policy sequences": "off_policy_mask_threshold",
-    "normalising of rewards": "whiten_rewards reward_clip_range normalize_advantage token_level_kl",
+    "normalising of rewards": "whiten_rewards reward_clip_range normalize_advantage "
+    "normalize_advantages token_level_kl",
 }
 
 ADVICE |= {

@@ -164,6 +164,38 @@ def test_a_whole_yaml_file_with_references_is_read(tmp_path):
     assert found.missing == []
 
 
+# of verl's newest _generated_ppo_trainer.yaml: what has a value and asks for nothing
+LEFT = """
+actor_rollout_ref.actor.router_replay.mode=disabled actor_rollout_ref.actor.use_torch_compile=true
+actor_rollout_ref.ref.router_replay.mode=disabled
+actor_rollout_ref.actor.rollout_n=1 actor_rollout_ref.ref.rollout_n=1
+actor_rollout_ref.ref.fsdp_config.model_dtype=fp32 critic.fsdp.model_dtype=fp32
+actor_rollout_ref.rollout.data_parallel_size=1 actor_rollout_ref.rollout.expert_parallel_size=1
+actor_rollout_ref.rollout.pipeline_model_parallel_size=1
+actor_rollout_ref.rollout.scheduling_policy=fcfs
+actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent
+actor_rollout_ref.model.tiled_mlp.enabled=false actor_rollout_ref.model.tiled_mlp.num_shards=4
+actor_rollout_ref.model.lora.type=lora actor_rollout_ref.model.lora.rank=0
+actor_rollout_ref.model.lora.alpha=32 actor_rollout_ref.model.lora.target_modules=[linear_qkv]
+actor_rollout_ref.model.lora_alpha=16 critic.model.lora.rank=0 critic.model.lora.alpha=32
+data.image_patch_size=14 data.audio_key=audios reward.reward_manager.source=register
+algorithm.rollout_correction.loss_type=ppo_clip distillation.enabled=false distillation.nnodes=0
+distillation.distillation_loss.loss_mode=k3
+"""
+
+
+def test_defaults_that_ask_for_nothing_are_not_named():
+    assert translated(*LEFT.split()).gaps == {}
+    asked = translated(
+        "rollout.expert_parallel_size=8", "ref.router_replay.mode=R3", "model.lora.rank=8",
+        "model.lora.type=dora", "critic.fsdp.model_dtype=bfloat16",
+    )  # fmt: skip
+    assert {key.partition(" ")[0] for key in asked.gaps} == {
+        "rollout.expert_parallel_size", "ref.router_replay.mode", "model.lora.type",
+        "critic.fsdp.model_dtype",
+    }  # fmt: skip
+
+
 def test_what_has_no_counterpart_is_named_with_a_reason():
     found = translated(
         "data.train_files=a.parquet", "actor_rollout_ref.rollout.multi_turn.enable=True",
