@@ -8,6 +8,7 @@ The factors are odd, so a change of any one element changes the sum; zeros add n
 """
 
 from collections.abc import Mapping
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from sharding.reshard.resharder import Bucket
 _K = 0x1E3779B97F4A7C15  # an odd number without structure, positive as int64
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CUT = 1 << 20
-"""elements looked at once: 16 MiB of temporary memory"""
+"""elements looked at once, up to 32 MiB of temporary memory: of a wide row, as one expert is in the
+tensor of all, a part"""
 
 
 class Checksums:
@@ -63,12 +65,12 @@ def checksum(tensor: Tensor, *, row: int = 0, col: int = 0, width: int | None = 
     block = tensor.detach().reshape(rows, cols).view(_BITS[tensor.element_size()])
     width = cols if width is None else width
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    columns = torch.arange(col, col + cols, device=tensor.device)
     step = max(1, _CUT // max(cols, 1))
-    for start in range(0, rows, step):
-        part = block[start : start + step].to(torch.int64)
-        first = row + start
-        lines = torch.arange(first, first + len(part), device=tensor.device) * width
-        factors = (lines[:, None] + columns).mul_(_K).bitwise_or_(1)  # [step, cols]
+    for start, left in product(range(0, rows, step), range(0, cols, _CUT)):
+        part = block[start : start + step, left : left + _CUT].to(torch.int64)
+        top, first = row + start, col + left
+        lines = torch.arange(top, top + part.shape[0], device=tensor.device)
+        columns = torch.arange(first, first + part.shape[1], device=tensor.device)
+        factors = (lines[:, None] * width + columns).mul_(_K).bitwise_or_(1)
         total += part.mul_(factors).sum()
     return total

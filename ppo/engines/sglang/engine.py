@@ -178,7 +178,8 @@ class SGLangEngine:
         return metrics
 
     def _load(self) -> dict[str, float]:
-        """One sync; checksums and, where they differ, a second pass that names both values."""
+        """One sync; checksums and, where they differ, a second pass that names both values. A model
+        of the generic path has the second pass alone, which names the parameters."""
         due = self.rollout.verifies(self._num_syncs)
         self._raise(self._sync.run(self.executor.update(), action="load", checked=due))
         metrics = self._sync.stats()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sharding.layout import Layout
+from sharding.reshard import checksums
 from sharding.reshard.checksums import Checksums, checksum
 from sharding.reshard.plan import Entry
 from sharding.reshard.resharder import Bucket
@@ -25,6 +26,13 @@ def test_checksum_is_the_sum_of_bits_times_odd_factors(dtype):
     assert checksum(tensor).item() == by_hand(tensor)
     assert checksum(torch.zeros(7, 5, dtype=dtype)).item() == 0
     assert checksum(tensor[0]).item() == by_hand(tensor[0])  # a vector
+    assert checksum(tensor[:, 2:2]).item() == checksum(tensor[:0]).item() == 0
+
+
+def test_a_row_that_is_wider_than_what_is_looked_at_once_is_cut(monkeypatch):
+    tensor = torch.randn(3, 4, 5)
+    monkeypatch.setattr(checksums, "_CUT", 7)
+    assert checksum(tensor).item() == by_hand(tensor)
 
 
 def test_blocks_of_a_large_tensor_sum_up_to_the_whole():

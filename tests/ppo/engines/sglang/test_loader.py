@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from ppo.engines.sglang.host_executor import RESULT_BYTES
 from ppo.engines.sglang.loader import load
+from sharding.reshard import checksums
 from sharding.reshard.checksums import checksum
+from tests.peak_memory import PeakTracker
 
 
 class GemmaNorm(nn.Module):
@@ -152,7 +154,7 @@ def test_verification_names_the_parameter_and_both_values():
     assert model.qkv.weight[5, 2] == 100.5  # compared, not repaired
 
 
-def test_verification_by_the_models_own_loader_names_both_values():
+def test_verification_by_the_models_own_loader_names_the_parameter():
     model = Worker()
     tensors = torch.arange(56.0)
     entries = [["qkv.weight", [6, 4], 0], ["embed.weight", [8, 4], 24], ["unknown", [1], 0]]
@@ -164,7 +166,21 @@ def test_verification_by_the_models_own_loader_names_both_values():
         for stage in ("begin", "bucket", "end")
     ]
     assert answers[:2] == ["", ""]
-    assert answers[2] == "qkv.weight at [0, 3]: engine -1, trainer 3 (1 of 24 elements differ)"
+    assert answers[2] == "it held something else than the trainer in qkv.weight"
+
+
+def test_verification_by_the_models_own_loader_holds_no_copy_of_the_weights(monkeypatch):
+    """Nor much of one expert's, which are one row of the tensor of all."""
+    monkeypatch.setattr(checksums, "_CUT", 1 << 12)  # as small beside these weights as beside real
+    model = Worker()
+    model.experts = nn.Parameter(torch.ones(2, 64, 1024), requires_grad=False)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    entries = [["experts", list(model.experts.shape), 0]]
+    with PeakTracker(torch.device("cpu")) as peak:
+        for stage in ("begin", "bucket", "end"):
+            changes = {"style": "full", "action": "verify", "entries": entries}
+            assert tell(model, stage, model.experts.view(-1), **changes)["error"] == ""
+    assert peak.extra_bytes < 0.5 * size
 
 
 def test_buffers_that_derive_from_a_weight_are_refreshed():
