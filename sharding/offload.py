@@ -42,8 +42,8 @@ class _Parked(NamedTuple):
 class _Place:
     """Where the tensors of one owner are, and its host memory, which each of them keeps."""
 
-    def __init__(self) -> None:
-        self.rests = False
+    def __init__(self, *, rests: bool = False) -> None:
+        self.rests = rests
         self.parked: list[_Parked] = []
         self.readers: list[Future[Any]] = []
         """of host memory; it is not written to before they are done"""
@@ -204,10 +204,11 @@ def settle(owner: nn.Module | Optimizer) -> None:
 
 
 def forget_state(optimizer: Optimizer) -> None:
-    """Drop the state of an optimizer, wherever it is."""
+    """Drop the state of an optimizer, wherever it is, and its host memory; new state will be where
+    that was."""
     optimizer.state.clear()
     if optimizer in _PLACES:
-        _PLACES[optimizer].parked.clear()
+        _PLACES[optimizer] = _Place(rests=_PLACES[optimizer].rests)
 
 
 def _park(owner: nn.Module | Optimizer, tensors: Iterator[Tensor], *, changed: bool = True) -> None:

@@ -152,8 +152,7 @@ class Learner(Model):
 
     def forget(self) -> None:
         """New moments, as at the start of a run."""
-        with self.updating():  # where they rest goes with them
-            forget_state(self.optimizer)
+        forget_state(self.optimizer)
 
     def set_lr(self, step: int, adjusted: Callable[[float], float] = lambda lr: lr) -> float:
         """Set and return the learning rate of PPO iteration `step` (1-based) of the schedule.

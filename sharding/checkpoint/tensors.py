@@ -19,7 +19,7 @@ from sharding.adapters import saved_names
 from sharding.checkpoint.files import CheckpointError
 from sharding.host_memory import HostBlocks
 from sharding.mesh import Mesh
-from sharding.offload import home_device, new_state
+from sharding.offload import forget_state, home_device, new_state
 
 _IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that are not saved: how it is computed, not what."""
@@ -98,22 +98,13 @@ def optimizer_targets(
     for name, optimizer in optimizers.items():
         parameters = _parameters(models[name], optimizer)
         _check_codes(name, optimizer, metadata)
-        old = dict(optimizer.state)
-        optimizer.state.clear()
-        missing = {}
-        prefix = f"optimizer.{name}."
-        for entry in sorted(metadata.state_dict_metadata):
-            if not entry.startswith(prefix):
-                continue
-            key, _, state = entry.removeprefix(prefix).rpartition(".")
-            if key not in parameters:
-                raise CheckpointError(f"{entry}: {name} has no such parameter")
-            tensor = old.get(parameters[key], {}).get(state)
-            if isinstance(tensor, Tensor):
-                optimizer.state[parameters[key]][state] = table[entry] = tensor
-            else:
-                saved = cast(TensorStorageMetadata, metadata.state_dict_metadata[entry])
-                missing[entry] = parameters[key], state, saved
+        saved = _saved_state(name, parameters, metadata)
+        held = optimizer_tensors({name: models[name]}, {name: optimizer})
+        if held.keys() - saved.keys():  # its host memory is given back as a whole
+            forget_state(optimizer)
+            held = {}
+        table |= held
+        missing = {entry: what for entry, what in saved.items() if entry not in held}
         makers = (_new_state(models[name], optimizer, *what) for what in missing.values())
         for (entry, what), tensor in zip(
             missing.items(), new_state(optimizer, makers), strict=True
@@ -121,6 +112,21 @@ def optimizer_targets(
             parameter, state, _ = what
             optimizer.state[parameter][state] = table[entry] = tensor
     return table
+
+
+def _saved_state(
+    name: str, parameters: Mapping[str, nn.Parameter], metadata: Metadata
+) -> dict[str, tuple[nn.Parameter, str, TensorStorageMetadata]]:
+    """Of each entry of an optimizer: whose state it is, which, and how it was. Raises
+    CheckpointError."""
+    found, prefix = {}, f"optimizer.{name}."
+    for entry, saved in sorted(metadata.state_dict_metadata.items()):
+        if entry.startswith(prefix):
+            key, _, state = entry.removeprefix(prefix).rpartition(".")
+            if key not in parameters:
+                raise CheckpointError(f"{entry}: {name} has no such parameter")
+            found[entry] = parameters[key], state, cast(TensorStorageMetadata, saved)
+    return found
 
 
 def _check_codes(name: str, optimizer: Optimizer, metadata: Metadata) -> None:

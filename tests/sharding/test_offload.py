@@ -19,6 +19,7 @@ from sharding.offload import (
     _module_tensors,
     _optimizer_tensors,
     _Place,
+    forget_state,
     home_device,
     host_storages,
     lend,
@@ -174,6 +175,30 @@ def test_what_a_reader_has_is_changed_on_the_device_and_copied_back_when_it_is_d
         reader.set_exception(OSError("the disk is full"))
         update.join()
         assert model.weight.tolist() == seen.tolist() == [[0.0, 0.0]]
+
+
+def host_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Host memory that is kept for its state."""
+    blocks = _PLACES[optimizer]._blocks._blocks.values()
+    return sum(len(block) for of_a_kind in blocks for block, _ in of_a_kind)
+
+
+def test_state_that_is_forgotten_gives_its_host_memory_back_and_new_state_rests_there_too():
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    taken = []
+    with fake_device():
+        for _ in range(3):
+            reload_optimizer(optimizer, CPU)
+            model(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            offload_optimizer(optimizer)
+            taken.append(host_bytes(optimizer))
+            forget_state(optimizer)
+            new_state(optimizer, [torch.ones(3)])
+            assert len(host_storages(optimizer)) == 1
+            forget_state(optimizer)
+    assert taken[0] == taken[1] == taken[2] > 2 * 4 * 64 * 65
 
 
 def test_gradients_do_not_go_to_the_host():
