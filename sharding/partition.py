@@ -15,6 +15,7 @@ class Budget:
 
     tokens: most tokens of one micro-batch of one sp group (per-GPU budget x sp); None = no limit.
     count: most sequences of one micro-batch; None = no limit.
+    sequences: of an update on a rank, on average: what is halved where there is no limit.
     padded: a micro-batch costs its sequences times the longest of them, else the sum of lengths.
     hidden_size: weighs the linear against the quadratic part of a sequence's cost.
     """
@@ -22,6 +23,7 @@ class Budget:
     dp: int
     tokens: int | None = None
     count: int | None = None
+    sequences: int = 1
     padded: bool = False
     balance: bool = True
     hidden_size: int = 1024
@@ -38,7 +40,7 @@ class Budget:
         if self.tokens is not None:
             tokens = max(self.tokens // 2, longest)
             return replace(self, tokens=tokens) if tokens < self.tokens else None
-        count = self.count // 2 if self.count else 1
+        count = (self.count or self.sequences) // 2
         return replace(self, count=count) if count else None
 
     def fits(self, count: int, total: int, longest: int) -> bool:

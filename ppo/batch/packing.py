@@ -263,6 +263,7 @@ def make_batcher(
         dp=dims.dp,
         tokens=tokens * dims.sp if dynamic else None,
         count=None if dynamic else section.ppo_micro_batch_size_per_gpu,
+        sequences=-(-section.ppo_mini_batch_size * config.rollout.n // dims.dp),
         padded=not packed,
         balance=config.trainer.balance_batch,
         hidden_size=model.hf_config.hidden_size,
