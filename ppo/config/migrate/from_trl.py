@@ -115,8 +115,11 @@ def _loss_type(raw: Any, given: Given) -> Answer:
     }.get(str(raw))
     if mode:
         return Answer({"actor.loss_agg_mode": mode})
-    if str(raw) in ("cispo", "sapo"):
+    if str(raw) == "cispo":
         return Answer({"actor.policy_loss.loss_mode": raw})
+    if str(raw) == "sapo":
+        sequences = {"actor.loss_agg_mode": "seq-mean-token-mean"}
+        return Answer({"actor.policy_loss.loss_mode": raw, **sequences})
     return Answer(gap="is no loss that is built: see actor.policy_loss.loss_mode")
 
 

@@ -107,6 +107,11 @@ def defaults(given: Given) -> Mapping[str, Any]:
         found |= _OF_EVALUATION
     if not is_null(value_of(given, "kl_target")) and not is_on(given, "use_kl_loss"):
         found |= UNBOUNDED_KL_COEF
+    if str(value_of(given, "policy_loss_type")) == "gspo":
+        found |= {
+            "actor.loss_agg_mode": "seq-mean-token-mean",
+            "critic.loss_agg_mode": "token-mean",
+        }
     if _shuffles(given):
         found["actor.shuffle"] = True
     if has_reward_model(given):

@@ -49,6 +49,8 @@ _OF_THE_CRITICS_ADAPTERS = {
     "critic.model.lora_exclude_modules": "[]",
     "critic.model.lora_dropout": 0.0,
 }
+OF_SEQUENCES = ("gspo", "geo_mean", "sapo")
+"""policy losses that are means of sequences there, whatever loss_agg_mode says"""
 _OF_TURNS = {"rollout.episode.max_turns": 10000, "rollout.episode.tool_format": "hermes"}
 """turns end with the response's length alone there"""
 
@@ -91,6 +93,9 @@ def defaults(given: Given) -> Mapping[str, Any]:
         found |= UNBOUNDED_KL_COEF
     if has_turns(given):
         found |= _OF_TURNS
+    if _loss_mode(given) in OF_SEQUENCES:
+        found["actor.loss_agg_mode"] = "seq-mean-token-mean"
+        found["critic.loss_agg_mode"] = value_of(given, "actor.loss_agg_mode", "token-mean")
     return found
 
 
@@ -101,6 +106,10 @@ def differences(given: Given) -> Mapping[str, Answer]:
     if has_turns(given) and value_of(given, length) is None:
         why = "results of tools are cut to 256 characters there, and not at all here unless "
         found[length] = Answer(gap=f"{why}rollout.episode.max_observation_tokens says so")
+    said, sequences = str(value_of(given, "actor.loss_agg_mode", "")), "seq-mean-token-mean"
+    if _loss_mode(given) in OF_SEQUENCES and said not in ("", sequences):
+        why = f"{_loss_mode(given)} is {sequences} there, whatever it says"
+        found[f"actor.loss_agg_mode = {said}"] = Answer(gap=why)
     if value_of(given, "critic.model.path") is None and _has_critic(given):
         why = "not said: ~/models/deepseek-llm-7b-chat there, the model of model.path here"
         found["critic.model.path"] = Answer(unneeded=why)
@@ -115,6 +124,10 @@ def has_turns(given: Given) -> bool:
 def value_of(given: Given, name: str, default: Any = None) -> Any:
     """The raw value of a key, with or without verl's prefix."""
     return given.keys.get(name, given.keys.get(PREFIX + name, default))
+
+
+def _loss_mode(given: Given) -> str:
+    return str(value_of(given, "actor.policy_loss.loss_mode", "vanilla"))
 
 
 def _has_critic(given: Given) -> bool:

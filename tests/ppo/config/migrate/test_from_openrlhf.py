@@ -76,6 +76,7 @@ def test_newer_flags_mean_the_same():
     assert values["actor.kl_loss_coef"] == 1e-3 and values["actor.kl_loss_type"] == "k3"
     assert (values["trainer.test_freq"], values["trainer.save_freq"]) == (-1, 0)
     assert values["actor.policy_loss.loss_mode"] == "gspo" and found.missing == []
+    assert found.defaults["actor.loss_agg_mode"] == "seq-mean-token-mean"
     assert "--map answer=ground_truth" in found.gaps["data.label_key = answer"]
     assert "reward.function.path" in found.gaps["reward.remote_url = reward.py"]
     adaptive = translated("--kl_target", "6", "--train_batch_size", "10",

@@ -85,6 +85,7 @@ def test_a_launch_script_with_ppo(tmp_path):
         (("--importance_sampling_level", "sequence"), "actor.policy_loss.loss_mode", "gspo"),
         (("--loss_type", "sapo", "--sapo_temperature_neg", "1.1"), "actor.tau_neg", 1.1),
         (("--loss_type", "grpo"), "actor.loss_agg_mode", "seq-mean-token-mean"),
+        (("--loss_type", "sapo"), "actor.loss_agg_mode", "seq-mean-token-mean"),
         (("--rloo_k", "4", "--beta", "0.1"), "algorithm.kl_ctrl.kl_coef", 0.1),
         (("--rloo_k", "4"), "algorithm.adv_estimator", "rloo"),
         (("--steps_per_generation", "4"), "data.train_batch_size", 32),

@@ -270,6 +270,17 @@ def test_a_critic_has_defaults_of_its_own():
     assert translated("model.lora.rank=32").defaults["model.lora_alpha"] == 32.0
 
 
+def test_gspo_is_a_mean_of_sequences():
+    gspo = "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
+    found = translated(gspo)
+    assert found.defaults["actor.loss_agg_mode"] == "seq-mean-token-mean" and not found.gaps
+    assert found.defaults["critic.loss_agg_mode"] == "token-mean"
+    said = translated(gspo, "actor_rollout_ref.actor.loss_agg_mode=token-mean")
+    assert "gspo is seq-mean" in said.gaps["actor.loss_agg_mode = token-mean"]
+    assert not translated(gspo, "actor.loss_agg_mode=seq-mean-token-mean").gaps
+    assert "actor.loss_agg_mode" not in translated("actor.policy_loss.loss_mode=cispo").defaults
+
+
 def test_an_adaptive_coefficient_has_no_bounds():
     adaptive = translated("algorithm.kl_ctrl.type=adaptive").defaults
     assert adaptive["algorithm.kl_ctrl.min"] == 0.0 and adaptive["algorithm.kl_ctrl.max"] == 1000.0
