@@ -49,8 +49,8 @@ class RewardModel:
 
         A document is scored at its last token, as transformers' classifiers do. That is the value
         of the state before one more token, so one is put behind it; attention is causal. NaN for a
-        conversation with more tokens than the model has positions, or with one that it does not
-        know.
+        conversation that leaves it no position (max_position_embeddings), or with a token that the
+        model does not know.
 
         A stop request ends the pass. Collective.
         """
@@ -77,7 +77,10 @@ class RewardModel:
         return scores[samples.numbers].masked_fill(unfit, torch.nan)
 
     def _fitting(self, documents: list[list[int]]) -> tuple[list[list[int]], Tensor]:
-        """Documents that the model can take, one token for those that it cannot, and which."""
+        """Documents that the model can take, one token for those that it cannot, and which.
+
+        The token behind a document has a position too.
+        """
         limit = getattr(self.model.hf_config, "max_position_embeddings", None) or sys.maxsize
         num_ids = self.model.hf_config.vocab_size
         unfit = torch.tensor(
@@ -85,7 +88,7 @@ class RewardModel:
         )
         if unfit.any():
             logger.warning(
-                "%d of %d conversations have more tokens than the reward model's %d positions, or "
+                "%d of %d conversations leave none of the reward model's %d positions, or have "
                 "tokens beyond its %d ids: no score",
                 *(int(unfit.sum()), len(documents), limit, num_ids),
                 extra={"every_rank": True},

@@ -173,7 +173,7 @@ def test_only_padding_at_the_end_is_cut_and_one_token_is_left():
 
 @pytest.mark.distributed
 def test_a_conversation_that_the_model_cannot_take_has_no_score(tmp_path):
-    """One with more tokens than it has positions, or with a token beyond its vocabulary."""
+    """One that leaves no position for a token behind it, or with a token beyond its vocabulary."""
     folder = save_classifier(tmp_path / "model", "gpt2", n_positions=32, vocab_size=170)
     texts = [expected_text(*pair).encode() for pair in zip(make_prompts(), RESPONSES, strict=True)]
     unfit = [len(text) >= 32 or max(text) >= 170 for text in texts]
