@@ -1,14 +1,14 @@
-"""Rules about what is left out of training: groups, and tokens that engine and trainer disagree
-about.
+"""Rules about what is left out of training: groups, tokens that engine and trainer disagree about,
+updates that a guard leaves out.
 
-Owns what of this cannot work. Must not look at files.
+Owns what of this cannot work, and what is no rule of a guard. Must not look at files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ppo.config import Config, Problem
+from ppo.config import Config, Problem, parse_rule
 from ppo.rewards.contract import RewardError
 from ppo.rewards.function import functions_of
 
@@ -17,7 +17,13 @@ _CORRECTION = "algorithm.rollout_correction"
 
 def filtering_problems(config: Config) -> list[Problem]:
     """Everything of this kind that cannot work."""
-    return [*_bounds(config), *_bypass(config), *_groups(config), *_overlong(config)]
+    return [
+        *_bounds(config),
+        *_bypass(config),
+        *_groups(config),
+        *_overlong(config),
+        *_guards(config),
+    ]
 
 
 def _bounds(config: Config) -> Iterator[Problem]:
@@ -126,3 +132,35 @@ def _overlong(config: Config) -> Iterator[Problem]:
     if buffer.len is not None and buffer.len > longest:
         rule = f"must be at most data.max_response_length ({longest})"
         yield Problem("reward.overlong_buffer.len", buffer.len, rule)
+
+
+def _guards(config: Config) -> Iterator[Problem]:
+    """Rules that are none, and those that would leave out an update by what is not known then."""
+    for number, raw in enumerate(config.guards.rules):
+        path = f"guards.rules[{number}]"
+        try:
+            rule = parse_rule(raw, max_fires=config.guards.max_fires)
+        except ValueError as error:
+            yield Problem(path, raw, str(error))
+            continue
+        if rule.is_of_batch and (why := _why_unknown(rule.metric, config)) is not None:
+            yield Problem(path, raw, f"{rule.metric} is not known before the updates: {why}")
+
+
+def _why_unknown(metric: str, config: Config) -> str | None:
+    """Why no iteration has this metric of BATCH_METRICS before its updates; None: each has."""
+    algorithm = config.algorithm
+    if metric == "actor/ref_kl" and not config.ref_enabled:
+        return "there is no reference; set actor.use_kl_loss=true or algorithm.use_kl_in_reward"
+    if metric == "actor/reward_kl_penalty" and not algorithm.charges_kl:
+        return "algorithm.use_kl_in_reward is false"
+    if metric == "reward/alone" and not algorithm.needs.siblings:
+        return f"algorithm.adv_estimator = {algorithm.adv_estimator} compares no samples"
+    if not metric.startswith("rollout_corr/"):
+        return None
+    keys = algorithm.correction
+    if keys.bypass_old_logprob:
+        return f"with {_CORRECTION}.bypass_old_logprob they themselves compare engine and trainer"
+    if not (keys.weighs or keys.rejects):
+        return f"{_CORRECTION} neither weighs nor rejects; set {_CORRECTION}.rollout_is=token or so"
+    return None

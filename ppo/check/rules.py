@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from ppo.check.episodes import episode_problems
 from ppo.check.filtering import filtering_problems
 from ppo.check.sparing import sparing_problems
-from ppo.config import Config, FsdpConfig, Problem, parse_rule
+from ppo.config import Config, FsdpConfig, Problem
 from ppo.rewards.contract import RewardError
 from ppo.rewards.function import functions_of
 from sharding.dims import ParallelDims
@@ -45,7 +45,6 @@ def check_config(config: Config, *, world_size: int, ranks_per_node: int) -> lis
         *_rewards(config),
         *episode_problems(config),
         *_validation(config),
-        *_guards(config),
     ]
 
 
@@ -288,11 +287,3 @@ def _validation(config: Config) -> Iterator[Problem]:
                 f"must be at most rollout.max_model_len - data.max_prompt_length ({room})",
                 f"lower it, or set rollout.max_model_len={config.data.max_prompt_length + longest}",
             )
-
-
-def _guards(config: Config) -> Iterator[Problem]:
-    for number, rule in enumerate(config.guards.rules):
-        try:
-            parse_rule(rule, max_fires=config.guards.max_fires)
-        except ValueError as error:
-            yield Problem(f"guards.rules[{number}]", rule, str(error))

@@ -41,7 +41,14 @@ from ppo.config.sections.data import (
     DifficultyConfig,
     ValSetConfig,
 )
-from ppo.config.sections.guards import FIRES_WINDOW, MEMORY, GuardsConfig, Rule, parse_rule
+from ppo.config.sections.guards import (
+    BATCH_METRICS,
+    FIRES_WINDOW,
+    MEMORY,
+    GuardsConfig,
+    Rule,
+    parse_rule,
+)
 from ppo.config.sections.model import (
     ALL_LINEAR,
     CheckpointPolicy,
@@ -69,6 +76,7 @@ from ppo.config.sections.trainer import (
 
 __all__ = [
     "ALL_LINEAR",
+    "BATCH_METRICS",
     "CORRECTION_PRESETS",
     "ENGINE_TRAITS",
     "ESTIMATOR_NEEDS",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ppo.advantages import all_reduced
+from ppo.advantages import all_reduced, masked_mean
 from ppo.batch.samples import RolloutBatch
 from ppo.config import Config, RolloutCorrectionConfig
 from ppo.metrics import Metrics
@@ -55,8 +55,12 @@ def correct_rollout(
 
     difference = batch.old_logprobs[mask].double() - batch.rollout_logprobs[mask]
     found = _correct(difference, keys, sum_of_sequence, metrics)
-    share = effective_sample_size(found.ratios, ranks)
-    metrics.set("rollout_corr/eff_sample_size", share.item())
+    if batch.all.counted.any():
+        everything = torch.ones_like(found.ratios, dtype=torch.bool)
+        mean = masked_mean(found.ratios, everything, ranks)
+        metrics.set("rollout_corr/is_mean", mean.item())  # known before the updates
+        share = effective_sample_size(found.ratios, ranks)
+        metrics.set("rollout_corr/eff_sample_size", share.item())
     if keys.weighs:
         batch.loss_weights = torch.zeros(mask.shape)
         batch.loss_weights[mask] = found.weights
@@ -82,7 +86,9 @@ def correct_in_update(
     """
     if not (keys.weighs or keys.rejects):
         return 1.0
-    return _correct(log_ratios, keys, sum_of_sequence, metrics).weights
+    found = _correct(log_ratios, keys, sum_of_sequence, metrics)
+    metrics.add("rollout_corr/is_mean", found.ratios.sum(), found.ratios.numel())
+    return found.weights
 
 
 def _correct(
@@ -102,10 +108,9 @@ def _correct(
         veto=keys.rollout_token_veto_threshold,
     )
     count = found.ratios.numel()
-    # of the weights before they are truncated: truncated ones never tell that engine and trainer
-    # have drifted apart
-    metrics.add("rollout_corr/is_mean", found.ratios.sum(), count)
     if count:
+        # of the weights before they are truncated: truncated ones never tell that engine and
+        # trainer have drifted apart
         metrics.maximum("rollout_corr/is_max", found.ratios.max())
     if keys.rejects:
         rejected = (~found.kept).double()

@@ -22,6 +22,10 @@ def problems(*overrides: str, world_size: int = 8, ranks_per_node: int = 8) -> l
     return [str(problem) for problem in found]
 
 
+def skip(metric: str) -> str:
+    return f"guards.rules=[{{metric: {metric}, above: 5, action: skip_update}}]"
+
+
 def test_the_defaults_are_right():
     assert problems() == []
     assert config_warnings(load(), world_size=8) == []
@@ -109,6 +113,15 @@ def test_the_defaults_are_right():
         (["guards.rules=[{metric: actor/grad_norm, above: 5, action: [warn, rollback, warn]}]"],
          "guards.rules[0]", ["warn stands twice"]),
         (["guards.rules=[{metric: .inf, above: 5, action: warn}]"], "guards.rules[0]", ["a name"]),
+        ([skip("rollout_corr/is_mean")], "guards.rules[0]", ["neither weighs", "rollout_is=token"]),
+        ([skip("rollout_corr/eff_sample_size"),
+          "algorithm.rollout_correction.preset=bypass_ppo_clip_geo_rs"],
+         "guards.rules[0]", ["before the updates", "bypass_old_logprob"]),
+        ([skip("actor/ref_kl"), "algorithm.use_kl_in_reward=false"],
+         "guards.rules[0]", ["no reference", "actor.use_kl_loss=true"]),
+        ([skip("actor/reward_kl_penalty"), "algorithm.use_kl_in_reward=false"],
+         "guards.rules[0]", ["use_kl_in_reward is false"]),
+        ([skip("reward/alone")], "guards.rules[0]", ["gae compares no samples"]),
         (["reward.overlong_buffer.len=513"], "reward.overlong_buffer.len", ["(512)"]),
         (["algorithm.kl_ctrl.type=step", "algorithm.kl_ctrl.min=11"],
          "algorithm.kl_ctrl.min", ["algorithm.kl_ctrl.max"]),

@@ -77,6 +77,7 @@ def test_entries_of_a_dict_have_a_place_of_their_own_and_a_failed_sample_keeps_i
         scorer.score(samples, metrics)
         rows = sample_rows(samples, scorer.run.mesh)
     assert rows is not None
+    assert {"reward/failed", "reward/timeout"} <= metrics.known.keys()  # by guards, before updates
     values = metrics.reduce()
     assert (values["reward/failed"], values["reward/timeout"]) == (1, 0)
     assert (values["reward/extra/failed"], values["reward/extra/acc"]) == (-1, 0.5)
