@@ -31,7 +31,14 @@ def needs_old_logprobs(config: Config, num_mini_batches: int) -> bool:
         or correction.weighs
         or correction.rejects
         or config.actor.policy_loss.loss_mode in SELECTING
+        or _is_left_out_by_kl(config)
     )
+
+
+def _is_left_out_by_kl(config: Config) -> bool:
+    """Whether a guard decides before the updates by a KL that they would compute themselves."""
+    rules = config.watched_rules() if config.ref_enabled else []
+    return any(rule.is_of_batch and rule.metric == "actor/ref_kl" for rule in rules)
 
 
 def correct_rollout(

@@ -270,6 +270,9 @@ def _policy_objective(update: _Update, module: nn.Module, part: Part) -> Tensor:
         diff = rollout_probs_diff(logprobs.detach(), engines, everything)
         metrics.add("training/rollout_probs_diff_mean", diff.mean * count, count)
         metrics.maximum("training/rollout_probs_diff_max", diff.max)
+        if batch.old_logprobs is None and batch.ref_logprobs is not None:
+            k3 = kl_estimate(logprobs.detach(), micro.take(batch.ref_logprobs), "k3")
+            metrics.add("actor/ref_kl", k3.sum(), count)
     if section.entropy_coeff != 0:
         loss = loss - section.entropy_coeff * (found.entropy * part.weights).sum()
     if section.use_kl_loss:

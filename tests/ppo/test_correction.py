@@ -13,7 +13,7 @@ from ppo.engines.contract import Completion
 from ppo.guards.guard import Guard
 from ppo.kl import make_kl_controller
 from ppo.metrics import Metrics
-from ppo.update import add_advantages
+from ppo.update import add_advantages, needs_old_logprobs
 from tests.ppo.batches import make_batch
 
 OF_SCORING = {"reward/failed", "reward/timeout"}
@@ -48,3 +48,20 @@ def test_every_metric_that_a_guard_may_leave_updates_out_by_is_known_before_them
     rule = "[{metric: rollout_corr/is_mean, above: 1.4, action: skip_update}]"
     guard = Guard(config_of(f"guards.rules={rule}").guards.all_rules())
     assert guard.before_update(1, metrics.known)
+
+
+@pytest.mark.parametrize(
+    ("rules", "is_needed"),
+    [
+        ("[]", False),
+        ("[{metric: actor/ref_kl, above: 0.1, action: [warn, scale_kl_coef 1.5]}]", False),
+        ("[{metric: actor/ref_kl, above: 0.1, action: skip_update}]", True),
+    ],
+)
+def test_old_log_probs_are_computed_where_a_guard_decides_by_the_kl_before_the_updates(
+    rules, is_needed
+):
+    config = config_of(
+        *("algorithm.use_kl_in_reward=false", "actor.use_kl_loss=true", f"guards.rules={rules}")
+    )
+    assert needs_old_logprobs(config, num_mini_batches=1) == is_needed

@@ -371,6 +371,43 @@ def assert_says_what_is_rejected(values: dict[str, float], batch: RolloutBatch) 
     assert 0 < whole < sum(touched) < len(touched)
 
 
+def test_an_update_without_old_log_probs_measures_the_kl_to_the_reference_itself(tmp_path):
+    """Over one mini-batch, before its step: what the old log-probs would have shown."""
+    from transformers import AutoModelForCausalLM
+
+    path, data = save_model(tmp_path / "actor", "qwen2"), plain.make_data()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
+    with torch.no_grad():
+        ids, logprobs = plain.padded_forward(model, data, list(range(len(plain.RESPONSES))))
+    terms = []
+    for i, first in enumerate(data.prompt_lengths.tolist()):
+        for t in data.response_mask[i].nonzero()[:, 0].tolist():
+            assert data.ref_logprobs is not None
+            now = logprobs[i, first + t - 1, ids[i, first + t]]
+            data.ref_logprobs[i, t] += now  # near it
+            x = data.ref_logprobs[i, t].double() - now
+            terms.append(x.exp() - x - 1)
+    case = Case(MODES[0], 1, True, 1, False, regularised=True)
+    config = config_of(case)
+    config = replace(config, actor=replace(config.actor, ppo_mini_batch_size=20))
+    metrics, batch = Metrics(), replace(data, old_logprobs=None, loss_weights=None)
+    with init_distributed(torch.device("cpu")):
+        mesh = build_mesh(config.dims(1, 1), torch.device("cpu"))
+        module = module_of(build_causal_lm, path, mesh, case.packed, case.checkpointing)
+        learner = Learner(
+            name="actor",
+            module=module,
+            device=mesh.device,
+            optimizer=Recorder(module),
+            optim=config.actor.optim,
+            grad_clip=1e9,
+            total_steps=1,
+        )
+        update_actor(learner, batch, config, batcher_of(case, mesh), metrics, 1)
+    wanted = torch.stack(terms).mean().item()
+    assert metrics.reduce()["actor/ref_kl"] == pytest.approx(wanted, rel=1e-5)
+
+
 class WaitingGuard(Guard):
     """Only its verdict, which reads the norm of the gradient, may wait for the device."""
 
