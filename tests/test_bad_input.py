@@ -92,7 +92,7 @@ def test_what_only_a_run_can_find_is_said_once_and_without_a_traceback(run_main,
 def test_frequencies_that_follow_from_the_longest_sequence_of_a_batch_are_refused(
     run_main, tmp_path, kind
 ):
-    """In the file, which a check reads, and by a key, which a start alone sees."""
+    """In the file, and by a key that replaces what is there."""
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
     rope |= {"original_max_position_embeddings": 48}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}

@@ -29,6 +29,7 @@ from ppo.model_shapes import (
 from ppo.plugin import PluginError, parse_plugin
 from ppo.rewards.contract import Function, RewardError
 from ppo.rewards.function import check_function, functions_of
+from sharding.heads import text_value
 
 # where this project keeps models and checkpoints: never the name of an organisation
 _LOCAL_FOLDERS = ("models", "runs", "data")
@@ -120,12 +121,15 @@ def _families(config: Config, model_config: Path | None) -> Iterator[Problem]:
         if file is None or (role.path == config.model.path and role.path_key != "model.path"):
             continue
         try:
-            keys = json.loads(file.read_bytes())
+            keys = _overridden(json.loads(file.read_bytes()), config.model_of(role).override_config)
+            few = config.position_problem(role, text_value(keys, "max_position_embeddings"))
             ropes, uncut = rope_problem(keys, longest), sp_problem(keys)
             on_cpu = config.trainer.device == "cpu"
             engine = sglang_problem(keys, longest, on_cpu=on_cpu)
         except UNREADABLE:  # said where its sizes are read
             continue
+        if few is not None:
+            yield few
         if ropes is not None:
             yield Problem(role.path_key, role.path, ropes)
         kind = config.rollout.engine_kind(cuda=True)
@@ -134,6 +138,13 @@ def _families(config: Config, model_config: Path | None) -> Iterator[Problem]:
         sp = config.actor.ulysses_sequence_parallel_size
         if uncut is not None and sp > 1:
             yield Problem("actor.ulysses_sequence_parallel_size", sp, f"{role.path}: {uncut}")
+
+
+def _overridden(keys: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json as a start reads them; of a multimodal one the language model's."""
+    if isinstance(keys.get("text_config"), dict):
+        return {**keys, "text_config": {**keys["text_config"], **override}}
+    return {**keys, **override}
 
 
 def _tokens_of_ref(config: Config) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from ppo.config.fields import MayChange, Section, hints
+from ppo.config.fields import MayChange, Problem, Section, hints
 from ppo.config.sections.actor import ActorConfig, CriticConfig, RefConfig
 from ppo.config.sections.algorithm import AlgorithmConfig
 from ppo.config.sections.data import DataConfig, ValSetConfig
@@ -162,6 +162,30 @@ class Config(Section):
             for name, section, path_key, is_trained, has_logits in MODEL_ROLES
             if used[name]
         }
+
+    def model_of(self, role: ModelRole) -> ModelConfig:
+        """How the model of a role is read: as model.path is, but what is overridden of that one's
+        config.json is not of another's."""
+        if role.path == self.model.path:
+            return self.model
+        return replace(self.model, path=role.path, override_config={})
+
+    def position_problem(self, role: ModelRole, positions: int | None) -> Problem | None:
+        """What is wrong with a model that has fewer positions than a sequence has tokens.
+
+        positions: None where the model has no limit. A reward model gives no score beyond its own.
+        """
+        longest, is_actors = self.data.max_length, role.path == self.model.path
+        if role.name == "reward model" or positions is None or positions >= longest:
+            return None
+        fix = "set model.override_config.max_position_embeddings"
+        return Problem(
+            role.path_key,
+            role.path,
+            f"data.max_prompt_length + data.max_response_length = {longest} tokens, and it has "
+            f"max_position_embeddings = {positions}",
+            f"lower them, or {fix if is_actors else 'name another model'}",
+        )
 
     @property
     def val_sets(self) -> dict[str, ValSetConfig]:

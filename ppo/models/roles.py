@@ -2,19 +2,17 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ppo.config import Config, ModelRole
+from ppo.config import Config, ConfigError, ModelRole
 from ppo.errors import InputError
 from ppo.models.build import build_causal_lm, build_value_model
 from ppo.models.folder import model_folder
-from ppo.models.hf_config import load_hf_config, vocabulary_of
+from ppo.models.hf_config import load_hf_config
 from ppo.models.learner import Learner, Model, WithoutAdapters, make_optimizer
 from sharding.fsdp import reshard
 from sharding.layout import row_parallel_weight
@@ -56,19 +54,17 @@ def build_models(
     roles = config.models
     options = {role.name: build_options(config, role) for role in roles.values()}
     folder = model_folder(roles["actor"].path, mesh, run_dir)
-    hf_config = load_hf_config(folder, config.model)
-    _check_positions(config, hf_config, "model.path")
+    _check_sequences(config, roles["actor"], folder, num_ids)
     aligned = None
     if config.parallel.align_to_rollout:
-        aligned = row_parallel_weight(hf_config.model_type)
+        aligned = row_parallel_weight(load_hf_config(folder, config.model).model_type)
     logger.info("actor: loading %s", folder)
     module = build_causal_lm(folder, mesh, shard_dim1=aligned, num_ids=num_ids, **options["actor"])
     actor = _learner("actor", module, config, mesh, total_steps)
     critic = ref = None
     if "critic" in roles:
         critic_folder = model_folder(roles["critic"].path, mesh, run_dir)
-        own = vocabulary_of(critic_folder, config.model)
-        _check_vocabulary(config, roles["critic"], own, num_ids)
+        _check_sequences(config, roles["critic"], critic_folder, num_ids)
         logger.info("critic: loading %s", critic_folder)
         module = build_value_model(critic_folder, mesh, **options["critic"])
         critic = _learner("critic", module, config, mesh, total_steps)
@@ -101,31 +97,19 @@ def _build_ref(config: Config, mesh: Mesh, run_dir: Path, num_ids: int) -> nn.Mo
     """The reference: the actor's model, or another one with the same token ids. Collective."""
     role = config.models["ref"]
     options, folder = build_options(config, role), model_folder(role.path, mesh, run_dir)
+    _check_sequences(config, role, folder, num_ids)
     logger.info("ref: loading %s", folder)
-    if role.path != config.model.path:
-        options["model_config"] = replace(config.model, path=role.path, override_config={})
-        _check_positions(config, load_hf_config(folder, options["model_config"]), role.path_key)
-        own = vocabulary_of(folder, options["model_config"])
-        _check_vocabulary(config, role, own, num_ids)
     return build_causal_lm(folder, mesh, num_ids=num_ids, **options)
 
 
-def _check_positions(config: Config, hf_config: Any, key: str) -> None:
-    """Raise InputError when the longest sequence has more tokens than the model has positions."""
-    longest = config.data.max_length
-    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and longest > limit:
-        fix = "or set model.override_config.max_position_embeddings"
-        if key != "model.path":
-            fix = f"or name another model in {key}"
-        raise InputError(
-            f"data.max_prompt_length + data.max_response_length = {longest} tokens: "
-            f"{attrgetter(key)(config)} has max_position_embeddings = {limit}; lower them, {fix}"
-        )
-
-
-def _check_vocabulary(config: Config, role: ModelRole, own: int | None, num_ids: int) -> None:
-    """Raise InputError when prompts and responses may hold ids that the model does not have."""
+def _check_sequences(config: Config, role: ModelRole, folder: Path, num_ids: int) -> None:
+    """Raise InputError when a model cannot take the sequences of a run: they are longer than its
+    positions, or may hold ids that it does not have."""
+    text = load_hf_config(folder, config.model_of(role)).get_text_config()
+    problem = config.position_problem(role, getattr(text, "max_position_embeddings", None))
+    if problem is not None:
+        raise ConfigError([problem])
+    own = getattr(text, "vocab_size", None)
     if own is not None and own < num_ids:
         raise InputError(
             f"{role.path_key} = {role.path}: it has {own} ids, and prompts and "
@@ -138,7 +122,7 @@ def build_options(config: Config, role: ModelRole) -> dict[str, Any]:
     """How a model is built for its role: what is not trained is stored as it computes."""
     stored = role.fsdp.mixed_precision.param_dtype if role.is_frozen else config.model.dtype
     return {
-        "model_config": config.model,
+        "model_config": config.model_of(role),
         "fsdp_config": role.fsdp,
         "checkpointing": role.is_trained and config.model.policy != "none",
         "forward_only": not role.is_trained,

@@ -6,7 +6,7 @@ Must not know engines, advantages or what else scores a sample.
 
 import logging
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -150,7 +150,6 @@ def build_reward_model(config: Config, run: Run) -> RewardModel | None:
         template_key="reward.model.chat_template",
     )
     options = build_options(config, role)
-    options["model_config"] = replace(config.model, path=role.path, override_config={})
     module = build_value_model(folder, run.mesh, needs_head=True, **options)
     model = Model(module=module, device=run.mesh.device, param_offload=True)
     model.rest()

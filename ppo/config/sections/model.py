@@ -51,7 +51,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """run Python code that comes with the model"""
     override_config: dict[str, Any] = field(default_factory=dict)
-    """keys of the model's config.json to replace"""
+    """keys to replace in the config.json of model.path; a model of another path keeps its own"""
     dtype: Dtype = "float32"
     """master weights; gradients follow, and Adam's moments unless optim.state_dtype says more"""
     attn_implementation: Annotated[str, TextRule("the name of a function", r"[A-Za-z].*")] = "auto"

@@ -89,6 +89,32 @@ def test_what_a_start_refuses_of_a_family_is_a_problem_also_inside_of_a_multimod
 
 
 @pytest.mark.parametrize(
+    ("role", "positions", "override", "words"),
+    [
+        ("model", 63, None, "model.path = '{}': data.max_prompt_length + data.max"),
+        ("model", 63, 64, ""),
+        ("model", 64, 63, "set model.override_config.max_position_embeddings"),
+        ("critic.model", 63, 64, "critic.model.path = '{}': data.max_prompt_length"),
+        ("critic.model", 64, None, ""),
+        ("reward.model", 63, None, ""),  # it gives longer conversations no score
+    ],
+)
+def test_a_model_with_fewer_positions_than_sequences_have_tokens_is_a_problem(
+    tmp_path, capsys, role, positions, override, words
+):
+    keys = TINY | {"max_position_embeddings": positions}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": keys}))
+    overrides = [f"{role}.path={tmp_path}"]
+    if role == "reward.model":
+        overrides.append("reward.model.enable=true")
+    if override is not None:
+        overrides.append(f"model.override_config.max_position_embeddings={override}")
+    code = run_check(parse_args(["--config", "ppo_tiny.yaml", "--check", *overrides]))
+    said = capsys.readouterr().err
+    assert (code == 2) == bool(words) and words.format(tmp_path) in said, said
+
+
+@pytest.mark.parametrize(
     ("content", "words"),
     [
         ("def compute_score(:", "is not valid Python"),
