@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ppo.model_shapes.kept import kinds_of_layers
 from ppo.model_shapes.shape import AttentionShape, Linear, ModelShape
 
 # other names of a key, of how experts are counted, and families without a gate in the MLP
@@ -75,18 +76,9 @@ def _same_keys(config: dict[str, Any]) -> dict[str, Any]:
     config = _LEFT_OUT.get(config.get("model_type", ""), {}) | config
     if config.get("model_type") == "longcat_flash":  # two attentions and two MLPs each
         config["num_hidden_layers"] = 2 * config["num_hidden_layers"]
-    if kinds := kinds_of_nemotron(config):
-        config["num_hidden_layers"] = len(kinds)
+    if config.get("model_type") == "nemotron_h":
+        config["num_hidden_layers"] = len(kinds_of_layers(config))
     return config
-
-
-def kinds_of_nemotron(config: dict[str, Any]) -> list[str]:
-    """Of a Nemotron-H, whose layers are one thing each: what each one is."""
-    if config.get("model_type") != "nemotron_h":
-        return []
-    letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-    pattern = [letters[letter] for letter in config.get("hybrid_override_pattern") or ""]
-    return pattern or config.get("layers_block_type") or config.get("layer_types") or []
 
 
 def _per_layer_inputs(config: dict[str, Any]) -> tuple[int, int]:
@@ -149,8 +141,7 @@ def _delta_attention(config: dict[str, Any], shape: AttentionShape) -> int:
     delta += (2 * keys + values) * (config.get("linear_conv_kernel_dim") or 4)
     query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     full = hidden * (3 * query + 2 * key_value) + 2 * shape.head_dim
-    kinds, every = config.get("layer_types"), config.get("full_attention_interval") or 4
-    number = kinds.count("full_attention") if kinds else layers // every
+    number = kinds_of_layers(config).count("full_attention")
     return (number * full + (layers - number) * delta) // layers
 
 
@@ -173,7 +164,7 @@ def _nemotron_mixers(config: dict[str, Any], shape: AttentionShape) -> int:
         "mlp": 2 * hidden * config["intermediate_size"],
         "moe": moe,
     }
-    kinds = kinds_of_nemotron(config)
+    kinds = kinds_of_layers(config)
     return sum(sizes[kind] + hidden for kind in kinds) // len(kinds)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ppo.model_shapes.parse import kinds_of_nemotron
+from ppo.model_shapes.kept import kinds_of_layers
 
 WITHOUT_WINDOWS = frozenset(
     (
@@ -86,8 +86,7 @@ def _scale_problem(keys: dict[str, Any], longest: int) -> str | None:
 
 def sp_problem(config: dict[str, Any]) -> str | None:
     """Why sequences cannot be cut over sp ranks; None where they can, as far as keys tell."""
-    keys = {**config, **(config.get("text_config") or {})}
-    kinds = keys.get("layer_types") or kinds_of_nemotron(keys)
+    kinds = kinds_of_layers(config)
     other = sorted({kind for kind in kinds if isinstance(kind, str)} - _PACKABLE_LAYERS)
     return f"it has layers of type {', '.join(other)}" if other else None
 

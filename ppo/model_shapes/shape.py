@@ -9,36 +9,67 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ppo.model_shapes.kept import (
+    STATELESS,
+    States,
+    kinds_of_layers,
+    latent_of,
+    layers_with_tokens,
+    states_of,
+)
 from sharding.heads import Heads, text_value
+from sharding.layout import FAMILIES
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """Layers and heads: what a token costs in attention, and leaves in a KV cache."""
+    """Layers and heads: what a token costs in attention, and leaves in a KV cache; what a sequence
+    leaves beside it."""
 
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """numbers of one head; where keys and values differ, their mean"""
+    layers_with_tokens: int
+    """those that keep something of every token"""
+    latent: int = 0
+    """numbers of a token that all heads of a layer share; 0 = each has keys and values"""
+    states: States = STATELESS
+    unsplit_params: int = 0
+    """of the embedding, where each of SGLang's ranks has all of it"""
 
     @classmethod
     def of(cls, config: Any) -> AttentionShape:
         """Of any decoder, from the keys of a config.json or transformers' configuration."""
-        heads = Heads.of(config)
+        heads, kinds, latent = Heads.of(config), kinds_of_layers(config), latent_of(config)
+        family = FAMILIES.get(text_value(config, "model_type") or "")
+        dim, unsplit = heads.dim, 0
+        if family is not None and not family.vocab_parallel_embedding:
+            unsplit = text_value(config, "vocab_size") * text_value(config, "hidden_size")
+        if latent:  # transformers calls the part with positions head_dim, config.json nothing
+            names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            dim = sum(text_value(config, name) or 0 for name in names) // 2
         return cls(
             num_layers=text_value(config, "num_hidden_layers"),
             num_heads=heads.query,
             num_kv_heads=heads.kv,
-            head_dim=heads.dim,
+            head_dim=dim,
+            layers_with_tokens=layers_with_tokens(config, kinds),
+            latent=latent,
+            states=states_of(config, kinds),
+            unsplit_params=unsplit,
         )
 
     def kv_bytes_per_token(self, *, tp: int, itemsize: int) -> int:
         """Bytes that one token takes in the KV cache of one of `tp` ranks.
 
-        Keys and values of every layer; a rank holds its share of the kv heads, or one that others
-        hold too.
+        Keys and values; a rank holds its share of the kv heads, or one that others hold too. Of
+        latent attention what every rank holds whole: transformers' cache too has it before it is
+        multiplied out.
         """
-        return 2 * self.num_layers * -(-self.num_kv_heads // tp) * self.head_dim * itemsize
+        width = self.latent or 2 * -(-self.num_kv_heads // tp) * self.head_dim
+        return self.layers_with_tokens * width * itemsize
 
 
 class Linear(NamedTuple):

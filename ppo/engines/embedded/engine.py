@@ -64,7 +64,7 @@ class TorchEngine:
         self.generates_together = mesh.dims.rollout_tp > 1
         held = MOST_SEQUENCES if mesh.device.type == "cuda" else CPU_SEQUENCES
         self.most_sequences = rollout.max_num_seqs or held
-        self._text_config = hf_config.get_text_config()
+        self._shape = AttentionShape.of(hf_config)
         self._dtype = getattr(torch, rollout.dtype)
         self._model = LocalModel(
             hf_config,
@@ -187,6 +187,7 @@ class TorchEngine:
             most,
             longest=longest,
             token_bytes=self._token_bytes(),
+            state_bytes=self._shape.states.bytes_of(1),
             max_num_seqs=self._rollout.max_num_seqs,
             utilization=self._rollout.gpu_memory_utilization,
             device_bytes=total,
@@ -197,8 +198,9 @@ class TorchEngine:
         rows = torch.tensor(cache.sequences)
         dist.all_reduce(rows, dist.ReduceOp.MIN, group=self._mesh.rollout_host_group)
         if rows < 1:
+            row_bytes = self._token_bytes() * longest + self._shape.states.bytes_of(1)
             raise RuntimeError(
-                f"the KV cache of one row takes {self._token_bytes() * longest / 2**30:.2f} GiB, "
+                f"the KV cache of one row takes {row_bytes / 2**30:.2f} GiB, "
                 f"and of {free / 2**30:.2f} GiB free rollout.gpu_memory_utilization = "
                 f"{self._rollout.gpu_memory_utilization} leaves less"
             )
@@ -206,7 +208,7 @@ class TorchEngine:
 
     def _token_bytes(self) -> int:
         """KV cache of one token on this rank."""
-        return AttentionShape.of(self._text_config).kv_bytes_per_token(
+        return self._shape.kv_bytes_per_token(
             tp=self._mesh.dims.rollout_tp, itemsize=self._dtype.itemsize
         )
 

@@ -32,6 +32,7 @@ OURS = frozenset(
         *("model_path", "load_format", "dtype", "skip_tokenizer_init", "custom_weight_loader"),
         *("device", "base_gpu_id", "tp_size", "dp_size", "pp_size", "nnodes", "node_rank"),
         *("nccl_port", "random_seed", "max_total_tokens", "context_length", "enable_memory_saver"),
+        "max_mamba_cache_size",
         *("sampling_defaults", "preferred_sampling_params"),
     )
 )
@@ -59,11 +60,15 @@ def plan_memory(
     )
     gib, context = 1024**3, rollout.max_model_len + CONTEXT_MARGIN
     if memory.cache.tokens < context:
+        states = f" and the states of {memory.cache.sequences} sequences"
+        lower = f", or lower rollout.max_num_seqs={rollout.max_num_seqs}"
         raise ValueError(
             f"rollout.gpu_memory_utilization={rollout.gpu_memory_utilization:g}: of "
-            f"{device_bytes / gib:.1f} GiB, beside {memory.weight_bytes / gib:.1f} GiB of weights, "
+            f"{device_bytes / gib:.1f} GiB, beside {memory.weight_bytes / gib:.1f} GiB of weights"
+            f"{states if memory.cache.states else ''}, "
             f"{memory.cache.tokens} tokens of KV cache remain, less than one sequence of "
             f"{context}; raise it, or tensor_model_parallel_size"
+            f"{lower if memory.cache.states and rollout.max_num_seqs else ''}"
         )
     return memory
 
@@ -199,6 +204,8 @@ def engine_arguments(
         "watchdog_timeout": rollout.timeout_s,
         "log_level": "info",
     }
+    if cache.states:  # else SGLang takes half of what is free at the start, whatever our share is
+        arguments["max_mamba_cache_size"] = cache.states
     if override := {**model.override_config, **(vocabulary or {})}:
         arguments["json_model_override_args"] = json.dumps(override)
     if device_index is None:

@@ -105,6 +105,7 @@ class WeightSync:
                 if (text := answer["error"]) and len(problems) < MOST_PROBLEMS:
                     problems.append(f"SGLang cannot {action} weights: {text}")
                 self.differing = answer["differing"]
+                del parcel  # before the next one is made
             _try(engine.end, problems)
         return problems
 
@@ -130,7 +131,9 @@ class WeightSync:
             for name, tensor in named:
                 entries.append([name, list(tensor.shape), offset])
                 offset += tensor.numel()
+            del named, tensor  # the next batch is assembled while these names stand
             yield Parcel(entries, [], flat)
+            del flat
 
     def stats(self) -> dict[str, float]:
         """reshard/* of the last run on this rank."""

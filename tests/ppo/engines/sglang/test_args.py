@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Gemma3Config, Qwen2Config
+from transformers import Gemma3Config, Qwen2Config, Qwen3_5TextConfig
 
 from ppo.config import Config, DataConfig, EpisodeConfig, ModelConfig, RolloutConfig
 from ppo.engines.contract import Request, SamplingParams
@@ -75,6 +75,40 @@ def test_a_share_that_cannot_hold_one_sequence_is_refused_with_its_values():
         sglang_args.plan_memory(
             rollout, QWEN_7B, parameters=7_600_000_000, device_bytes=80 * 10**9, on_cpu=False
         )
+
+
+def test_a_hybrid_is_started_with_as_many_states_as_its_sequences_need():
+    """SGLang would take half of what is free at the start for them, whatever our share is."""
+    hybrid = Qwen3_5TextConfig(num_hidden_layers=8, linear_num_value_heads=16)
+    # 6 of 8 layers: 16 heads x 128 x 128 in float32, 3 inputs of (2 x 16 + 16) x 128 channels
+    state = 6 * (16 * 128 * 128 * 4 + 3 * 6144 * 2)
+
+    def started(on_cpu: bool, **rollout) -> tuple[KVCache, dict]:
+        options = {"gpu_memory_utilization": 0.3, "dtype": "bfloat16", **rollout}
+        memory = sglang_args.plan_memory(
+            config(**options).rollout,
+            hybrid,
+            parameters=10**9,
+            device_bytes=20 * 10**9,
+            on_cpu=on_cpu,
+        )
+        index = None if on_cpu else 0
+        arguments = sglang_args.engine_arguments(
+            config(**options), model_path="x", device_index=index, cache=memory.cache, seed=1
+        )
+        return memory.cache, arguments
+
+    for on_cpu, rollout in ((False, {}), (False, {"max_num_seqs": 8}), (True, {})):
+        cache, arguments = started(on_cpu, **rollout)
+        assert arguments["max_mamba_cache_size"] == 5 * arguments["max_running_requests"]
+        assert cache.bytes == cache.tokens * 2 * 2 * 4 * 256 * 2 + (cache.states + 1) * state
+        assert cache.bytes <= 0.3 * 20e9 - 2e9 and cache.sequences < 256
+    with pytest.raises(ValueError, match=r"states of 128 sequences, 0 tokens .*max_num_seqs=128"):
+        started(False, max_num_seqs=128)
+    plain = sglang_args.engine_arguments(
+        config(), model_path="x", device_index=0, cache=CACHE, seed=1
+    )
+    assert "max_mamba_cache_size" not in plain
 
 
 def test_every_rank_of_a_node_gets_cores_of_its_own_while_there_are_enough():
