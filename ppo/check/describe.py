@@ -13,7 +13,6 @@ from ppo.check.fits import largest_budgets, largest_cache, too_large
 from ppo.check.memory_pass import Item, Kind
 from ppo.check.memory_phases import GIB, HEADROOM, Phase, Plan, host_bytes, kv_cache
 from ppo.config import ActorConfig, Config, CriticConfig
-from ppo.model_shapes import MOST_SEQUENCES
 from sharding.dims import ParallelDims
 
 
@@ -36,8 +35,11 @@ def mesh_lines(config: Config, dims: ParallelDims, reason: str) -> Iterator[str]
     )
 
 
-def batch_lines(config: Config, dims: ParallelDims) -> Iterator[str]:
-    """What an iteration and the run consist of."""
+def batch_lines(config: Config, dims: ParallelDims, *, held: int | None = None) -> Iterator[str]:
+    """What an iteration and the run consist of.
+
+    held: sequences that an engine has at once, where the model's sizes tell.
+    """
     prompts, n = config.data.train_batch_size, config.rollout.n
     longest = config.data.max_length
     yield "one iteration"
@@ -52,10 +54,9 @@ def batch_lines(config: Config, dims: ParallelDims) -> Iterator[str]:
         yield f"  whose {groups.metric or 'score'} differs, from rounds of {drawn} prompts{limit}"
         prompts = drawn
     replica = -(-prompts * n // dims.rollout_dp)
-    yield (
-        f"  generation: {replica} sequences per engine, "
-        f"{min(replica, config.rollout.max_num_seqs or MOST_SEQUENCES)} at once"
-    )
+    held = held or config.rollout.max_num_seqs
+    at_once = f", {min(replica, held)} at once" if held else ""
+    yield f"  generation: {replica} sequences per engine{at_once}"
     yield from _updates("actor", config.actor, config, dims)
     if config.critic_enabled:
         yield from _updates("critic", config.critic, config, dims)

@@ -7,6 +7,7 @@ and workspaces are assumed items; for what it cannot count there is HEADROOM.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,6 +32,7 @@ from ppo.model_shapes import (
     sglang_memory,
 )
 from sharding.dims import ParallelDims
+from sharding.layout import FAMILIES
 
 GIB = 1 << 30
 # Assumed, bytes: CUDA context and cuBLAS workspaces of a trainer, and of an engine process (with
@@ -99,7 +101,7 @@ class Plan:
             has_logits=role.has_logits,
             fsdp=role.fsdp,
             shard_size=self.dims.shard_size,
-            master=ITEM_BYTES[self.config.model.dtype if lora is None else frozen],
+            master=ITEM_BYTES[frozen if role.is_frozen else self.config.model.dtype],
             moment=MOMENT_BYTES[self._moment_dtype(role)] if role.is_trained else 0,
             lora=None
             if lora is None
@@ -205,17 +207,25 @@ def kv_cache(plan: Plan) -> KVCache:
             on_cpu=not plan.cuda,
         )
         return memory.cache
-    sequences = -(-plan.config.data.train_batch_size * rollout.n // plan.dims.rollout_dp)
-    used = total(_resident(plan)) + _engine_weights(plan)
+    sequences = requests_per_engine(plan)
+    used = total(_resident(plan)) + engine_weights(plan)
     return embedded_cache(
         sequences,
         longest=plan.config.longest_sampled,
         token_bytes=plan.actor.kv_bytes_per_token(tp=tp, itemsize=itemsize),
+        state_bytes=plan.actor.states.bytes_of(tp),
         max_num_seqs=rollout.max_num_seqs,
         utilization=rollout.gpu_memory_utilization,
         device_bytes=plan.device_bytes if plan.cuda else None,
         free_bytes=plan.device_bytes - used,
     )
+
+
+def requests_per_engine(plan: Plan) -> int:
+    """Sequences of an iteration that one engine generates, or of a round of dynamic sampling."""
+    data, groups = plan.config.data, plan.config.algorithm.filter_groups
+    prompts = data.gen_batch_size if groups.enable else data.train_batch_size
+    return -(-prompts * plan.config.rollout.n // plan.dims.rollout_dp)
 
 
 def kv_context(plan: Plan) -> int:
@@ -247,15 +257,18 @@ def _resident(plan: Plan, *, with_params: str = "", with_optimizer: str = "") ->
             yield Item(f"{model.name} parameters", size, "parameters")
 
 
-def _engine_weights(plan: Plan) -> float:
+def engine_weights(plan: Plan) -> float:
+    """Each rank's part, and the whole embedding where ranks do not split it."""
+    actor, tp = plan.actor, plan.dims.rollout_tp
+    unsplit = actor.unsplit_params if plan.engine.own_processes else actor.embedding_params
     item = ITEM_BYTES[plan.config.rollout.dtype]
-    return plan.actor.num_params * item / plan.dims.rollout_tp
+    return (actor.num_params + (tp - 1) * unsplit) * item / tp
 
 
 def _engine_kept(plan: Plan) -> Iterator[Item]:
     """What an engine that does not give memory back holds while training."""
     if plan.engine.own_processes and not plan.config.rollout.free_cache_engine:
-        yield Item("engine weights", _engine_weights(plan), "engine")
+        yield Item("engine weights", engine_weights(plan), "engine")
         yield Item("KV cache", kv_cache(plan).bytes, "KV cache")
 
 
@@ -265,8 +278,13 @@ def _reshard(plan: Plan) -> Iterator[Item]:
     largest = max(actor.embedding_params, actor.hidden_size * actor.intermediate_size)
     whole = actor.num_params * item
     yield from _resident(plan, with_params="actor")
-    yield Item("engine weights", _engine_weights(plan), "engine")
+    yield Item("engine weights", engine_weights(plan), "engine")
+    if plan.engine.own_processes and not plan.config.rollout.free_cache_engine:
+        yield Item("KV cache", kv_cache(plan).bytes, "KV cache")
     yield Item("two reshard buckets", min(2 * bucket, 2 * whole), "buckets")
+    if plan.engine.own_processes and actor.model_type not in FAMILIES:
+        size = min(3 * _whole_layers(actor, bucket / item), 3 * actor.num_params) * item
+        yield Item("whole layers, converted, and as they are sent", size, "buckets")
     cut = min(bucket, largest * item / plan.dims.shard_size)
     yield Item("cast of one cut", cut, "buckets")
     offloads = plan.cuda and plan.config.actor.fsdp.offload_policy
@@ -278,13 +296,33 @@ def _reshard(plan: Plan) -> Iterator[Item]:
         yield Item("adapters that are merged, gathered", 4 * (low + up), "buckets")
 
 
+def _whole_layers(shape: ModelShape, bucket: float) -> float:
+    """Most parameters of a batch of sharding/reshard/full_tensors.py, whose bucket has so many: it
+    ends with the layer that fills it, or with embedding or head."""
+    layers = min(math.ceil(bucket / shape.layer_params), shape.num_layers)
+    return max(
+        layers * shape.layer_params, shape.embedding_params + (layers - 1) * shape.layer_params
+    )
+
+
 def _generate(plan: Plan) -> Iterator[Item]:
+    cache = kv_cache(plan)
     yield from _resident(plan)
-    yield Item("engine weights", _engine_weights(plan), "engine")
-    yield Item("KV cache", kv_cache(plan).bytes, "KV cache")
-    if not plan.engine.own_processes:
-        rows = kv_cache(plan).sequences
-        yield Item("logits and sampling", 3 * rows * plan.actor.vocab_size * 4, "logits")
+    yield Item("engine weights", engine_weights(plan), "engine")
+    yield Item("KV cache", cache.bytes, "KV cache")
+    rows = min(cache.sequences, requests_per_engine(plan))
+    size = rows * plan.actor.vocab_size * _sampling_bytes(plan)
+    yield Item(f"logits and sampling ({rows} sequences)", size, "logits")
+
+
+def _sampling_bytes(plan: Plan) -> int:
+    """Bytes of each logit of a sequence while its token is drawn: as the head gives it, and three
+    times in float32. In the embedded engine top_p sorts the vocabulary and sums it in float64
+    (ppo/engines/embedded/sampling.py)."""
+    rollout, item = plan.config.rollout, ITEM_BYTES[plan.config.rollout.dtype]
+    if not plan.engine.own_processes and rollout.top_p < 1 and rollout.top_k == -1:
+        return item + 32
+    return item + 12
 
 
 def _reward_model(plan: Plan) -> Iterator[Item]:

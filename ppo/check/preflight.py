@@ -75,12 +75,13 @@ def report(config: Config, *, verbose: bool, model_config: Path | None = None) -
     ranks = config.check.nproc_per_node
     world_size = ranks * config.check.nnodes
     models = find_models(config, model_config)
-    dims, plan, reason = config.dims(world_size, ranks), None, ""
+    dims, plan, reason, held = config.dims(world_size, ranks), None, "", None
     if models.shapes.keys() == config.models.keys():
         plan, reason = sized(plan_of(config, dims, models.shapes))
-        dims = plan.dims
+        dims, held = plan.dims, kv_cache(plan).sequences
     problems = [*models.problems, *check_shapes(config, models.shapes, dims)]
-    lines = [*mesh_lines(config, dims, reason), *batch_lines(config, dims), *models.lines]
+    lines = [*mesh_lines(config, dims, reason), *batch_lines(config, dims, held=held)]
+    lines += models.lines
     last = "memory: not checked"
     if plan is not None:
         predicted = phases(plan)

@@ -13,10 +13,10 @@ from typing import Any
 
 from ppo.check.fits import UTILIZATION, fits
 from ppo.check.memory_pass import ITEM_BYTES
-from ppo.check.memory_phases import Plan, kv_context, phases
+from ppo.check.memory_phases import Plan, engine_weights, kv_context, phases
 from ppo.check.shard_size import sized
 from ppo.config import values_of, with_values
-from ppo.model_shapes import KV_PAGE
+from ppo.model_shapes import KV_PAGE, STATES_PER_SEQUENCE
 from sharding.dims import divisors
 
 Settings = Mapping[str, Any]
@@ -179,9 +179,10 @@ def _engine_share(plan: Plan) -> float | None:
 def share_of_engine(plan: Plan, tokens: int) -> float | None:
     """gpu_memory_utilization whose cache holds so many tokens; None where none does."""
     itemsize, tp = ITEM_BYTES[plan.config.rollout.dtype], plan.dims.rollout_tp
-    weights = plan.actor.num_params * itemsize / tp
     cache = (tokens + KV_PAGE) * plan.actor.kv_bytes_per_token(tp=tp, itemsize=itemsize)
-    wanted = math.ceil(100 * (weights + cache) / plan.device_bytes)
+    held = plan.config.rollout.max_num_seqs or math.ceil(4 * tokens / kv_context(plan))
+    states = (STATES_PER_SEQUENCE * held + 1) * plan.actor.states.bytes_of(tp)
+    wanted = math.ceil(100 * (engine_weights(plan) + cache + states) / plan.device_bytes)
     return wanted / 100 if 1 <= wanted < 100 else None
 
 

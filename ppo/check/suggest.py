@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 from ppo.check.describe import verdict
 from ppo.check.fits import UTILIZATION, fits
-from ppo.check.memory_phases import GIB, Plan, host_bytes, kv_cache, kv_context, phases
+from ppo.check.memory_phases import (
+    GIB,
+    Plan,
+    host_bytes,
+    kv_cache,
+    kv_context,
+    phases,
+    requests_per_engine,
+)
 from ppo.check.preflight import check_shapes, find_models, how_to_know, plan_of
 from ppo.check.remedies import (
     ACTIVATION_OFFLOAD,
@@ -203,9 +211,8 @@ def _least_offloaded(plan: Plan, wish: Wish) -> Settings | None:
 
 def _most_cached(plan: Plan) -> int:
     """Tokens of the longest sequences that an engine generates at once."""
-    config = plan.config
-    sequences = -(-config.data.train_batch_size * config.rollout.n // plan.dims.rollout_dp)
-    return min(sequences, config.rollout.max_num_seqs or MOST_SEQUENCES) * kv_context(plan)
+    most = plan.config.rollout.max_num_seqs or MOST_SEQUENCES
+    return min(requests_per_engine(plan), most) * kv_context(plan)
 
 
 def _smallest(plan: Plan, sp: int) -> dict[str, Any]:

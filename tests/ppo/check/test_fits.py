@@ -60,7 +60,12 @@ def test_rows_of_the_embedded_engine_fill_its_share_of_what_is_free() -> None:
     gib = 1 << 30
     for sequences, rows in ((8, 8), (100, 38)):  # 80 - 10 used - 32 for the others
         found = embedded_cache(sequences, **keys, device_bytes=80 * gib, free_bytes=70 * gib)
-        assert found == (rows * 1024, rows * gib, rows)
+        assert found[:3] == (rows * 1024, rows * gib, rows)
+    # a state of 1 GiB beside the 1 GiB of tokens: 28 GiB hold half as many rows
+    states = embedded_cache(
+        100, **keys, device_bytes=80 * gib, free_bytes=70 * gib, state_bytes=gib
+    )
+    assert states[:3] == (19 * 1024, 38 * gib, 19)
     assert embedded_cache(9, **keys, device_bytes=80 * gib, free_bytes=30 * gib).tokens == 0
     assert embedded_cache(900, **keys, device_bytes=None, free_bytes=0).sequences == 256
 

@@ -13,7 +13,15 @@ import pytest
 
 from ppo.check.describe import batch_lines
 from ppo.check.fits import fits
-from ppo.check.memory_phases import GIB, Plan, host_bytes, kv_cache, micro_tokens, phases
+from ppo.check.memory_phases import (
+    GIB,
+    Plan,
+    host_bytes,
+    kv_cache,
+    kv_context,
+    micro_tokens,
+    phases,
+)
 from ppo.check.preflight import check_shapes, find_models, run_check
 from ppo.config import Config, load_config, parse_args
 from ppo.model_shapes import TINY, ModelShape, find_shape, parse_shape
@@ -325,13 +333,13 @@ def test_hybrid_sharding_holds_a_nodes_share():
 
 def test_the_kv_cache_takes_what_weights_leave_of_its_share():
     seven = plan("rollout.tensor_model_parallel_size=4", model="Qwen/Qwen2.5-7B-Instruct")
-    tokens, size, _ = kv_cache(seven)
+    tokens, size, *_ = kv_cache(seven)
     # 28 layers x 2 x (4 kv heads / 4) x 128 x 2 bytes
     assert size == tokens * 14336
     weights = 7_615_616_512 * 2 / 4
     assert tokens == (0.6 * 80 * GIB - weights) // 14336 // 256 * 256
     repeated = plan("rollout.tensor_model_parallel_size=8", model="Qwen/Qwen2.5-7B-Instruct")
-    tokens, size, _ = kv_cache(repeated)
+    tokens, size, *_ = kv_cache(repeated)
     assert size == tokens * 14336
 
 
@@ -362,6 +370,68 @@ def test_the_kv_cache_of_the_plan_is_the_one_that_the_engine_asks_for():
         )
         assert kv_cache(seven) == memory.cache and memory.cache.tokens == expected
         assert memory.weight_bytes == item(seven, "generate", "engine weights")
+
+
+def test_states_of_linear_attention_and_the_kv_cache_share_what_the_engine_has():
+    """Qwen3.5-9B: 24 of 32 layers keep a state of 32 heads x 128 x 128 in float32, and the last 3
+    inputs of a convolution over 8,192 channels; 8 layers keep 4 kv heads x 256."""
+    state = 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    token = 8 * 2 * 4 * 256 * 2
+    hybrid = plan(model="Qwen/Qwen3.5-9B")
+    room = 0.6 * 80 * GIB - shape_of("Qwen/Qwen3.5-9B").num_params * 2 - state
+    for max_num_seqs in (None, 16):
+        found = kv_cache(
+            plan(f"rollout.max_num_seqs={max_num_seqs or 'null'}", model="Qwen/Qwen3.5-9B")
+        )
+        assert found.states == 5 * found.sequences
+        assert found.bytes == found.tokens * token + (found.states + 1) * state
+        assert room - 256 * token < found.bytes - state <= room
+        assert found.tokens >= kv_context(hybrid)
+        assert max_num_seqs is None or found.sequences == max_num_seqs
+    sequences = kv_cache(hybrid).sequences
+    # each has its states and a quarter of the longest
+    assert sequences == pytest.approx(room / (5 * state + kv_context(hybrid) / 4 * token), rel=0.02)
+    too_many = plan("rollout.max_num_seqs=1024", model="Qwen/Qwen3.5-9B")
+    assert kv_cache(too_many).tokens == 0 and not fits(too_many)
+
+
+def test_what_an_engine_computes_while_a_token_is_drawn_is_part_of_the_plan():
+    keys = ("data.train_batch_size=512", "rollout.n=8", "rollout.tensor_model_parallel_size=1")
+    model = "Qwen/Qwen2.5-0.5B-Instruct"
+    many = plan(*keys, model=model)
+    # 4,096 sequences over 8 engines; logits in bfloat16 and three times in float32
+    assert item(many, "generate", "logits") == 512 * 151_936 * 14
+    few = plan(*keys, "rollout.max_num_seqs=64", model=model)
+    assert item(few, "generate", "logits") == 64 * 151_936 * 14
+
+
+def test_a_model_that_is_only_read_is_held_in_the_dtype_it_computes_in():
+    """One rank: what is stored in bfloat16 is used as it is, so nothing is gathered."""
+    alone = plan("actor.use_kl_loss=true", model="Qwen/Qwen2.5-0.5B-Instruct", ranks=1)
+    assert alone.model("ref").master == 2 and alone.model("actor").master == 4
+    assert alone.model("critic").master == 4
+
+
+def test_an_engine_that_keeps_its_cache_has_it_while_weights_arrive():
+    kept = plan("rollout.free_cache_engine=false", model="Qwen/Qwen2.5-0.5B-Instruct")
+    assert item(kept, "reshard", "KV cache") == kv_cache(kept).bytes
+    assert item(plan(model="Qwen/Qwen2.5-0.5B-Instruct"), "reshard", "KV cache") == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "is_whole"),
+    [
+        ("torch", "Qwen/Qwen2.5-0.5B-Instruct", True),
+        ("sglang", "Qwen/Qwen2.5-0.5B-Instruct", False),
+        ("sglang", "google/gemma-3-1b-it", True),  # a plain nn.Embedding on every rank
+    ],
+)
+def test_an_embedding_that_ranks_do_not_split_is_counted_whole(engine, model, is_whole):
+    keys = (f"rollout.engine={engine}", "rollout.tensor_model_parallel_size=2")
+    shape = shape_of(model)
+    split = shape.num_params - (shape.embedding_params if is_whole else 0)
+    found = item(plan(*keys, model=model), "generate", "engine weights")
+    assert found == 2 * (shape.num_params - split) + split
 
 
 @pytest.mark.parametrize(("context", "fits"), [(248, True), (249, False)])
@@ -515,3 +585,38 @@ def test_the_plan_of_dynamic_sampling_says_how_its_rounds_go_on():
     assert "8 prompts x 4 responses = 32 sequences" in lines
     assert "whose acc differs, from rounds of 6 prompts, 10 rounds at most" in lines
     assert "generation: 12 sequences per engine, 8 at once" in lines
+
+
+@pytest.mark.parametrize(("vocab", "bucket"), [(64, 1), (64, 8), (20_000, 1)])
+def test_what_an_engine_without_a_table_is_sent_fits_into_the_plan(vocab, bucket):
+    """Of a mixture whole layers are assembled, converted and joined: measured on one rank."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    from ppo.engines.sglang.sync import WeightSync
+    from sharding.mesh import ParallelDims, build_mesh, init_distributed
+    from tests.peak_memory import PeakTracker
+
+    hf_config = Qwen3MoeConfig(
+        hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, num_experts=32, num_experts_per_tok=2, moe_intermediate_size=128,
+        vocab_size=vocab, tie_word_embeddings=False,
+    )  # fmt: skip
+    cpu = torch.device("cpu")
+    with init_distributed(cpu):
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), cpu)
+        module = AutoModelForCausalLM.from_config(hf_config)
+        sync = WeightSync(module, mesh, num_ids=vocab, dtype=torch.float32, bucket_mib=bucket)
+        with PeakTracker(cpu) as tracker:
+            for parcel in sync._whole():
+                del parcel
+    planned = replace(
+        plan(
+            *("rollout.engine=sglang", "rollout.dtype=float32", "trainer.device=cpu"),
+            f"rollout.reshard_bucket_mib={bucket}",
+            ranks=1,
+        ),
+        shapes=dict.fromkeys(plan().config.models, parse_shape(hf_config.to_dict())),
+    )
+    sent = item(planned, "reshard", "two reshard") + item(planned, "reshard", "whole layers")
+    assert sent == pytest.approx(tracker.peak_bytes, rel=0.15)
