@@ -113,9 +113,9 @@ def train(config: Config, run: Run) -> None:
             checkpoints.make_newest(start)
         names = config.trainer.project_name, config.trainer.experiment_name or run.dir.name
         about = About(run.record, *names, config=values_of(config))
-        writes, loggers = run.mesh.rank == 0, config.trainer.logger
+        writes, loggers, ends = run.mesh.rank == 0, config.trainer.logger, (StopRequested,)
         tracker = owned.enter_context(
-            Tracker(run.record, enabled=writes, loggers=loggers, about=about)
+            Tracker(run.record, enabled=writes, loggers=loggers, about=about, good_ends=ends)
         )
         profiler = StepProfiler(run.record, config.trainer.profile_steps, run.mesh)
         going_back = config.trainer.resume_path is not None

@@ -55,8 +55,11 @@ class Tracker:
         enabled: bool,
         loggers: Collection[str],
         about: About | None = None,
+        good_ends: tuple[type[BaseException], ...] = (),
     ) -> None:
-        """`loggers`: any of console, jsonl, tensorboard, and TRACKERS. `about`: for these."""
+        """`loggers`: any of console, jsonl, tensorboard, and TRACKERS. `about`: for these.
+        `good_ends`: exceptions by which a run ends that has not failed."""
+        self._good_ends = good_ends
         self._folder = folder
         self._about = about or About(folder, "ppo", folder.name)
         self._loggers = frozenset(loggers) if enabled else frozenset()
@@ -70,10 +73,11 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(self, kind: object, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        failed = kind is not None and not issubclass(kind, self._good_ends)
         for name, board in self._boards.items():
             with self._saying(name):
-                board.close(failed=kind is not None)
+                board.close(failed=failed)
         for file in (self._metrics, self._histograms):
             if file.waiting:
                 with self._saying(file.path.name):

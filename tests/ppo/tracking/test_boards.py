@@ -4,12 +4,14 @@ import importlib
 import json
 import math
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ppo.config import PACKAGES_OF_LOGGERS
+from ppo.errors import StopRequested
 from ppo.tracking import board, tracker
 from ppo.tracking.board import About, Background
 from ppo.tracking.tracker import Tracker
@@ -96,6 +98,15 @@ def test_a_resume_goes_on_with_the_trackers_run_and_another_run_begins_one(tmp_p
         writer.log(2, {})
         raise KeyError
     assert recording.seen[-1] == ("close", True)
+
+
+def test_a_run_that_is_stopped_has_not_failed(tmp_path, recording) -> None:
+    for error, failed in ((StopRequested("STOP file"), False), (ValueError("rank 0"), True)):
+        tracker = Tracker(tmp_path, enabled=True, loggers=["wandb"], good_ends=(StopRequested,))
+        with suppress(type(error)), tracker as writer:
+            writer.log(1, {"loss": 1.0})
+            raise error
+        assert recording.seen[-1] == ("close", failed)
 
 
 @pytest.mark.parametrize("fault", [ValueError("no network"), SystemExit(1), OSError("disk")])
