@@ -150,9 +150,10 @@ def lock_folder(folder: Path, *, patience_s: float | None = None) -> IO[str]:
 def set_aside(folder: Path, *, also: Sequence[str] = ()) -> None:
     """Move the record of an earlier run into a folder of its own, whole: nothing of it is lost.
 
-    That folder is a run's folder as this one was; nothing happens where no run has left a result.
+    That folder is a run's folder as this one was; nothing happens where no run has left a result,
+    nor anything of `also`.
     """
-    if not any((folder / name).exists() for name in RESULTS):
+    if not any((folder / name).exists() for name in (*RESULTS, *also)):
         return
     old = new_numbered(folder, "old")
     for name in (*RECORD, *also):

@@ -85,6 +85,16 @@ def test_a_run_that_starts_over_takes_it_away_and_one_without_a_checkpoint_keeps
     assert (tmp_path / "old2" / "oom.json").exists()
 
 
+def test_a_run_that_starts_over_takes_it_away_also_where_the_earlier_left_nothing_else(tmp_path):
+    strike(tmp_path, tiny("actor.ppo_max_token_len_per_gpu=1000"), "update_actor")
+    (tmp_path / "config.yaml").write_text("seed: 1")
+    set_aside(tmp_path)
+    assert (tmp_path / "oom.json").exists()
+    set_aside(tmp_path, also=(oom.OOM_FILE,))
+    assert {path.name for path in tmp_path.iterdir()} == {"old1"}
+    assert {path.name for path in (tmp_path / "old1").iterdir()} == {"config.yaml", "oom.json"}
+
+
 def caused_by(cause: BaseException) -> RuntimeError:
     try:
         raise RuntimeError("rank 0: OutOfMemoryError: CUDA out of memory") from cause
