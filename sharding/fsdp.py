@@ -183,12 +183,18 @@ def gradient_norm(
     """
     if local is None:
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        local = [local_shard(gradient) for gradient in gradients]
     squares = nn.utils.get_total_norm(local).to(device, torch.float64).square()
     first = next(p for p in module.parameters() if p.requires_grad)
     if isinstance(first, DTensor):
         dist.all_reduce(squares, group=first.device_mesh.get_group(mesh_dim=-1))
     return squares.sqrt().float()
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The memory of this rank's shard, or of a tensor that is not sharded, to be read or written
+    in place."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def reshard(module: nn.Module) -> None:

@@ -165,7 +165,7 @@ def new_state(optimizer: Optimizer, tensors: Iterable[Tensor]) -> list[Tensor]:
     def of_the_device() -> Iterator[Tensor]:
         for tensor in tensors:
             made.append(tensor)
-            if is_on_device(local := _local(tensor)):
+            if is_on_device(local := own_data(tensor)):
                 yield local
 
     place.park_new(of_the_device())
@@ -174,7 +174,7 @@ def new_state(optimizer: Optimizer, tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def home_device(module: nn.Module, parameter: Tensor) -> torch.device:
     """The device that a parameter of the module computes on, wherever it rests now."""
-    local = _local(parameter)
+    local = own_data(parameter)
     parked = _PLACES[module].parked if module in _PLACES else []
     return next((p.on_device.device for p in parked if p.tensor is local), local.device)
 
@@ -232,16 +232,17 @@ def is_on_device(tensor: Tensor) -> bool:
 def _module_tensors(
     module: nn.Module, which: Callable[[str], bool] = lambda name: True
 ) -> Iterator[Tensor]:
-    return (_local(parameter) for name, parameter in module.named_parameters() if which(name))
+    return (own_data(parameter) for name, parameter in module.named_parameters() if which(name))
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
     for state in optimizer.state.values():
-        yield from (_local(value) for value in state.values() if isinstance(value, Tensor))
+        yield from (own_data(value) for value in state.values() if isinstance(value, Tensor))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """The tensor that owns the data; to_local() would be another object that shares them."""
+def own_data(tensor: Tensor) -> Tensor:
+    """The tensor that owns the data of this rank; to_local() would be another object that shares
+    them."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -13,9 +13,10 @@ from torch import nn
 
 from ppo.config import ALL_LINEAR, Lora
 from ppo.errors import InputError
-from ppo.models.weights import local_box, local_shard
+from ppo.models.weights import local_box
 from sharding.adapters import B, adapters_of, add_adapters, is_adapter, model_parameters
 from sharding.checkpoint.base import fingerprint
+from sharding.fsdp import local_shard
 from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,10 @@ from torch import nn
 
 from ppo.config import Lora
 from ppo.errors import InputError
-from ppo.models.weights import local_box, local_shard
+from ppo.models.weights import local_box
 from sharding.adapters import A, is_adapter
 from sharding.checkpoint.wrapped import text_name
+from sharding.fsdp import local_shard
 
 CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"

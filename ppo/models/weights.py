@@ -22,6 +22,7 @@ from ppo.errors import InputError
 from sharding.adapters import model_parameters
 from sharding.agree import raise_everywhere, together
 from sharding.checkpoint.wrapped import text_name
+from sharding.fsdp import local_shard
 from sharding.names import (
     compute_buffers,
     non_persistent_buffers,
@@ -266,11 +267,6 @@ def _unset(buffer: Tensor) -> bool:
 def _targets(module: nn.Module) -> dict[str, Tensor]:
     """Tensors to fill, by name; tied parameters once, adapters not."""
     return {**model_parameters(module), **persistent_buffers(module)}
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """The memory of this rank's shard, to be written in place."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _problems(

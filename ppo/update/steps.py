@@ -155,7 +155,7 @@ def update_actor(
     batcher: Batcher,
     metrics: Metrics,
     step: int,
-    guard: Guard | None = None,
+    guard: Guard,
     ref: Model | None = None,
 ) -> None:
     """PPO's policy update (arXiv 1707.06347, algorithm 1) over all epochs and mini-batches.
@@ -166,7 +166,7 @@ def update_actor(
     if config.actor.full_kl:
         assert ref is not None
         head = ref.whole_head()
-    update = _Update(actor, batch, config.actor, config, batcher, metrics, guard or Guard(), head)
+    update = _Update(actor, batch, config.actor, config, batcher, metrics, guard, head)
     if config.actor.policy_loss.loss_mode in SELECTING:
         ranks = batcher.mesh.dp_group
         update.run(step, _policy_objective, partial(_select, batch, config, ranks, step))
@@ -182,10 +182,10 @@ def update_critic(
     batcher: Batcher,
     metrics: Metrics,
     step: int,
-    guard: Guard | None = None,
+    guard: Guard,
 ) -> None:
     """Clipped value regression to the returns, over all epochs and mini-batches."""
-    update = _Update(critic, batch, config.critic, config, batcher, metrics, guard or Guard())
+    update = _Update(critic, batch, config.critic, config, batcher, metrics, guard)
     update.run(step, _value_objective)
 
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from sharding import offload
 from sharding.adamw.narrow import NarrowAdamW, Part
 from sharding.host_memory import HostBlocks
+from sharding.offload import own_data
 
 MOST_PENDING = 64
 """gradients on their way; then the backward pass waits for the thread"""
@@ -53,7 +53,7 @@ class HostAdamW(NarrowAdamW):
     def fetch(self) -> None:
         """Copy the parameters to the host: once before updates, as others may have changed them."""
         for parameter, (copy, _) in self._buffers.items():
-            copy.copy_(_local(parameter).detach(), non_blocking=True)
+            copy.copy_(own_data(parameter).detach(), non_blocking=True)
         if self._stream is not None:
             torch.cuda.current_stream().synchronize()
 
@@ -88,15 +88,15 @@ class HostAdamW(NarrowAdamW):
 
     def _take_memory(self) -> None:
         """Host memory for the parameters and gradients of a device."""
-        on_device = [p for p in self._order if offload.is_on_device(_local(p))]
+        on_device = [p for p in self._order if offload.is_on_device(own_data(p))]
         cuda = [p for p in on_device if p.is_cuda]
         if cuda:
             self._stream = torch.cuda.Stream(cuda[0].device)
-        sizes = [_local(p).numel() * p.element_size() for p in on_device]
+        sizes = [own_data(p).numel() * p.element_size() for p in on_device]
         pairs = [size for size in sizes for _ in range(2)]
         pieces = iter(self._blocks.take(pairs, pinned=bool(cuda)))
         for parameter in on_device:
-            like = _local(parameter)
+            like = own_data(parameter)
             copy, gradient = (next(pieces).view(like.dtype).view(like.shape) for _ in range(2))
             self._buffers[parameter] = copy, gradient
 
@@ -104,7 +104,7 @@ class HostAdamW(NarrowAdamW):
         """A gradient is there: send it to the host. Runs inside of the backward pass."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        sent, copied, is_first = _local(gradient).detach(), None, parameter not in self._arrived
+        sent, copied, is_first = own_data(gradient).detach(), None, parameter not in self._arrived
         if parameter in self._buffers:
             buffer, pinned = self._buffers[parameter][1], self._stream is not None
             host = buffer if is_first else torch.empty_like(buffer, pin_memory=pinned)
@@ -132,7 +132,7 @@ class HostAdamW(NarrowAdamW):
 
     def _copy(self, parameter: Tensor) -> Tensor:
         held = self._buffers.get(parameter)
-        return _local(parameter) if held is None else held[0]
+        return own_data(parameter) if held is None else held[0]
 
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
         names = self.state_names(parameter)
@@ -157,7 +157,3 @@ def _arrive(copied: torch.cuda.Event | None, sent: Tensor, target: Tensor) -> No
         copied.synchronize()
     if sent is not target:
         target.add_(sent)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

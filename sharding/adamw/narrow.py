@@ -23,6 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.adamw import adamw
 
 from sharding.adamw.eight_bits import GOLDEN_RATIO, decode, encode, scales_shape
+from sharding.offload import own_data
 
 ELEMENTS_AT_ONCE = 2**22
 """of the float32 copies that a step makes, of each of the two moments; 16 MiB keep a GPU busy for
@@ -98,11 +99,11 @@ class NarrowAdamW(torch.optim.AdamW):
 
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         """Of this rank's shard."""
-        return None if parameter.grad is None else _local(parameter.grad)
+        return None if parameter.grad is None else own_data(parameter.grad)
 
     def _copy(self, parameter: Tensor) -> Tensor:
         """What a step is made on: this rank's shard."""
-        return _local(parameter)
+        return own_data(parameter)
 
     def _bring_home(self, parts: list[Part]) -> None:
         """The parts have been updated."""
@@ -124,8 +125,8 @@ class NarrowAdamW(torch.optim.AdamW):
         state, gradient = self.state[parameter], self._gradient(parameter)
         assert gradient is not None
         names = [name for name in state if name != "step"]
-        tensors = [self._copy(parameter), gradient, _local(parameter)]
-        tensors += [_local(state[name]) for name in names]
+        tensors = [self._copy(parameter), gradient, own_data(parameter)]
+        tensors += [own_data(state[name]) for name in names]
         if tensors[0].numel() > ELEMENTS_AT_ONCE:
             rows = max(1, ELEMENTS_AT_ONCE * len(tensors[0]) // tensors[0].numel())
             pieces = zip(*(t.split(rows) for t in tensors), strict=True)
@@ -139,7 +140,7 @@ class NarrowAdamW(torch.optim.AdamW):
 
 def _scales_of(parameter: Tensor, device: torch.device | None) -> Tensor:
     """Zeros, one for each block of a row; rows are where the parameter's are."""
-    local = _local(parameter)
+    local = own_data(parameter)
     shape = scales_shape(local.shape)
     zeros = torch.zeros(shape, dtype=torch.float32, device=device or local.device)
     if not isinstance(parameter, DTensor):
@@ -149,10 +150,6 @@ def _scales_of(parameter: Tensor, device: torch.device | None) -> Tensor:
     meta = TensorMeta(whole, strides, torch.float32)
     spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     return DTensor(zeros, spec, requires_grad=False)  # pyright: ignore
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _at_once(parts: Iterable[Part]) -> Iterator[list[Part]]:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from sharding.adamw import EIGHT_BITS, SCALE, NarrowAdamW
 from sharding.adapters import saved_names
 from sharding.checkpoint.files import CheckpointError
+from sharding.fsdp import local_shard
 from sharding.host_memory import HostBlocks
 from sharding.mesh import Mesh
 from sharding.offload import forget_state, home_device, new_state
@@ -183,11 +184,6 @@ def check_names(wanted: Iterable[str], metadata: Metadata) -> None:
         raise CheckpointError(f"lacks {len(missing)} tensors, for example {missing[0]}")
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def written_here(table: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
     """Of what every rank has, the part that this one writes: each replica writes some tensors.
 
@@ -219,7 +215,7 @@ class Staging:
 
         resting: storages of the host, by address, whose tensors are taken as they are.
         """
-        local = {name: local_part(tensor).detach() for name, tensor in table.items()}
+        local = {name: local_shard(tensor) for name, tensor in table.items()}
         away = {
             name: tensor
             for name, tensor in local.items()

@@ -29,7 +29,7 @@ from sharding.checkpoint.damage import bound_train_state
 from sharding.checkpoint.export import write_hf
 from sharding.checkpoint.files import CheckpointError, FileRecord
 from sharding.checkpoint.storage import ChecksumWriter, causes
-from sharding.checkpoint.tensors import local_part
+from sharding.fsdp import local_shard
 from sharding.mesh import Mesh
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class CheckpointWriter:
 
     def _total_bytes(self, job: Job) -> int:
         """Bytes of all ranks' tensors."""
-        local = (local_part(tensor) for tensor in job.table.values())
+        local = (local_shard(tensor) for tensor in job.table.values())
         total = torch.tensor(sum(tensor.numel() * tensor.element_size() for tensor in local))
         dist.all_reduce(total, group=self.group)
         return int(total)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sharding.adapters import A, B, adapters_of
+from sharding.fsdp import local_shard
 from sharding.mesh import Mesh
 from sharding.reshard.exchange import all_gather_flat
 from sharding.reshard.geometry import Rect
@@ -49,7 +50,7 @@ class Merged:
         for name in layers:
             number = numbers[f"{name}.weight"]
             _, col, _, cols = held[number]
-            up = ups[name] if name in ups else _local(get(f"{name}.{B}")).to(mesh.device)
+            up = ups[name] if name in ups else local_shard(get(f"{name}.{B}")).to(mesh.device)
             self._parts[number] = up, lows[name][:, col : col + cols]
 
     def __contains__(self, number: int) -> bool:
@@ -67,13 +68,13 @@ class Merged:
         """Whole float32 tensors [n, m] on the device of such as are sharded by rows, by one
         collective."""
         if mesh.dims.shard_size == 1 or not sharded:
-            return [_local(tensor).to(mesh.device) for tensor in sharded]
+            return [local_shard(tensor).to(mesh.device) for tensor in sharded]
         size = mesh.dims.shard_size
         rows = [-(-tensor.shape[0] // size) for tensor in sharded]
         sizes = [n * tensor.shape[1] for n, tensor in zip(rows, sharded, strict=True)]
         mine = torch.zeros(sum(sizes), device=mesh.device)
         for block, tensor in zip(mine.split(sizes), sharded, strict=True):
-            local = _local(tensor)
+            local = local_shard(tensor)
             block[: local.numel()] = local.reshape(-1)
         everyone = mine.new_empty(size, len(mine))
         all_gather_flat(everyone.view(-1), mine, group=mesh.shard_group)
@@ -87,7 +88,3 @@ class Merged:
 
 def _is_row_sharded(weight: Tensor) -> bool:
     return not isinstance(weight, DTensor) or weight.placements[-1].is_shard(0)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from sharding.adapters import model_parameters
-from sharding.fsdp import reshard
+from sharding.fsdp import local_shard, reshard
 from sharding.layout import view_2d
 from sharding.mesh import Mesh
 from sharding.reshard.geometry import Piece, Rect, Source
@@ -59,9 +59,9 @@ class Shards:
         if mesh is not None:
             self.merged.take(module, [name for name, _ in named], held, mesh)
         for (name, parameter), (_, _, rows, cols) in zip(named, held, strict=True):
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local = local_shard(parameter)
             assert local.numel() == rows * cols, (name, tuple(local.shape), rows, cols)
-            self._local.append(local.detach().reshape(rows, cols))
+            self._local.append(local.reshape(rows, cols))
 
     def pack(self, out: Tensor, pieces: Sequence[Piece], relayed: Mapping[Piece, Tensor]) -> int:
         """Copy pieces one after the other into ``out``, cast to its dtype, without a host sync.

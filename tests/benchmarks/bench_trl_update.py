@@ -27,6 +27,7 @@ from ppo.batch.samples import RolloutBatch
 from ppo.config import Config, load_config
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
+from ppo.guards.guard import Guard
 from ppo.metrics import Metrics
 from ppo.models.learner import Learner, make_optimizer
 from ppo.models.tiny import build_tiny_tokenizer
@@ -90,7 +91,7 @@ def update_here(batch: RolloutBatch, config: Config, folder: Path, mesh: Mesh) -
 
     def work() -> dict[str, float]:
         metrics = Metrics(mesh.device)
-        update_actor(actor, batch, config, batcher, metrics, 1)
+        update_actor(actor, batch, config, batcher, metrics, 1, Guard())
         return metrics.reduce(mesh.host_group)
 
     first = work()

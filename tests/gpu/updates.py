@@ -20,6 +20,7 @@ from ppo.check.preflight import find_models
 from ppo.config import Config, load_config
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
+from ppo.guards.guard import Guard
 from ppo.metrics import Metrics
 from ppo.models.flops import batch_flops, utilisation
 from ppo.models.roles import Models, build_models
@@ -116,11 +117,13 @@ class Updater:
             if self.critic:
                 assert self.models.critic is not None and self.batchers.critic is not None
                 update_critic(
-                    self.models.critic, self.batch, self.config, self.batchers.critic, metrics, 1
+                    *(self.models.critic, self.batch, self.config, self.batchers.critic),
+                    *(metrics, 1, Guard()),
                 )
             else:
                 update_actor(
-                    self.models.actor, self.batch, self.config, self.batchers.actor, metrics, 1
+                    *(self.models.actor, self.batch, self.config, self.batchers.actor),
+                    *(metrics, 1, Guard()),
                 )
         metrics.reduce()
 

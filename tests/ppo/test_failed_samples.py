@@ -12,6 +12,7 @@ from ppo.batch.samples import RolloutBatch
 from ppo.config import Config, LossAggMode, load_config
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
+from ppo.guards.guard import Guard
 from ppo.metrics import Metrics
 from ppo.models.build import build_causal_lm, build_value_model
 from ppo.models.learner import Learner
@@ -73,7 +74,7 @@ def outcome(
         total_steps=1,
     )
     batcher = Batcher(mesh=mesh, budget=Budget(dp=1, tokens=1000), packed=True)
-    update(learner, batch, config, batcher, metrics, 1)
+    update(learner, batch, config, batcher, metrics, 1, Guard())
     [gradient] = optimizer.steps
     return metrics.reduce(mesh.host_group), gradient
 

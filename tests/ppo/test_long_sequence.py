@@ -12,6 +12,7 @@ from ppo.check.preflight import find_models, plan_of, run_check
 from ppo.config import Config, load_config, parse_args
 from ppo.data.dataset import Prompt
 from ppo.engines.contract import Completion
+from ppo.guards.guard import Guard
 from ppo.metrics import Metrics
 from ppo.models.build import build_causal_lm
 from ppo.models.learner import Learner, make_optimizer
@@ -68,7 +69,7 @@ def train_one(rank: int, world_size: int, folder: Path) -> dict[str, float]:
     with PeakTracker(mesh.device) as tracker:
         tracker.watch(module.parameters())
         batch = rows_here(long_batch(), mesh.dims.dp, mesh.dp_rank)
-        update_actor(actor, batch, config, batcher, metrics, 1)
+        update_actor(actor, batch, config, batcher, metrics, 1, Guard())
     metrics.maximum("peak_bytes", tracker.peak_bytes)
     return metrics.reduce(mesh.host_group)
 

@@ -224,7 +224,7 @@ def updated(
     if case.bypasses:
         batch = replace(batch, old_logprobs=batch.rollout_logprobs, bypasses_old=True)
     correct_rollout(batch, config, metrics, mesh.dp_group)
-    update(learner, batch, config, batcher_of(case, mesh), metrics, 1, **more)
+    update(learner, batch, config, batcher_of(case, mesh), metrics, 1, Guard(), **more)
     return metrics.reduce(mesh.host_group), optimizer.steps
 
 

@@ -15,13 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ppo.engines.embedded.cohorts import CohortCache, Part, Parts
 from ppo.engines.embedded.kv_cache import KVCache, Step, cached_attention
 from ppo.errors import InputError
+from sharding.fsdp import local_shard
 from sharding.layout import FAMILIES, view_2d
 from sharding.names import (
     compute_buffers,
@@ -161,7 +162,7 @@ class LocalModel:
     def parameters(self) -> dict[str, Tensor]:
         """Local slice of every parameter, tied ones once."""
         named = self.module.named_parameters()
-        return {n: p.to_local() if isinstance(p, DTensor) else p.data for n, p in named}
+        return {name: local_shard(parameter) for name, parameter in named}
 
     def _replace(self, device: torch.device) -> None:
         for names in self._names:

@@ -30,12 +30,11 @@ from sharding.checkpoint import writer as checkpoint_writer
 from sharding.checkpoint.files import read_manifest
 from sharding.checkpoint.folder import list_checkpoints
 from sharding.checkpoint.tensors import (
-    local_part,
     model_tensors,
     optimizer_tensors,
     written_here,
 )
-from sharding.fsdp import shard_model
+from sharding.fsdp import local_shard, shard_model
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from sharding.offload import offload_module, offload_optimizer, reload_module, reload_optimizer
 from tests.distributed import run_distributed
@@ -188,7 +187,7 @@ def _save_replicated(
     names = {"actor": learner[0]}
     table = model_tensors(names) | optimizer_tensors(names, {"actor": learner[1]})
     mine = written_here(table, replicated).values()
-    num_bytes = torch.tensor([sum(local_part(t).nbytes for t in mine)] * 2)
+    num_bytes = torch.tensor([sum(local_shard(t).nbytes for t in mine)] * 2)
     dist.all_reduce(num_bytes[:1])
     dist.all_reduce(num_bytes[1:], dist.ReduceOp.MAX)
     whole = sum(tensor.numel() * tensor.element_size() for tensor in table.values())
