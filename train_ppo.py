@@ -221,6 +221,7 @@ def train(config: Config, run: Run) -> None:
             metrics = Metrics(run.mesh.device)  # the save's time goes into the next row
             if obey_guards(config, run, checkpoints, models, state, tracker.mark_undone):
                 state.surplus = groups.drop_surplus()  # samples of weights that are undone
+                values = {}  # nor are they what early_stop and keep_best judge
             total_steps = state.last_step(total_steps, values, run)
             if due(step, config.trainer.save_freq, total_steps):
                 save(metrics, values)

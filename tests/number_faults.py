@@ -115,9 +115,9 @@ def sums_after_each_step(found: list[Any]) -> Iterator[None]:
     """No fault: notes what actor and critic are after each step."""
 
     def make(obey: Any) -> Any:
-        def looking(config: Any, run: Any, checkpoints: Any, models: Any, *rest: Any) -> None:
+        def looking(config: Any, run: Any, checkpoints: Any, models: Any, *rest: Any) -> bool:
             try:
-                obey(config, run, checkpoints, models, *rest)
+                return obey(config, run, checkpoints, models, *rest)
             finally:
                 found.append({name: _sums(m) for name, m in models.trained().items()})
 

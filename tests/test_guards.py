@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ppo.guards.guard import GuardAbort
 from ppo.run.folder import read_status
+from sharding.checkpoint.files import read_manifest
 from tests import number_faults as faults
 from tests.distributed import run_distributed
 from tests.test_train import rows_of, same_numbers, train_here
@@ -36,10 +37,15 @@ def with_rules(*texts: str) -> tuple[str, ...]:
     return (*UNTIL_3, f"guards.rules=[{', '.join(texts)}]")
 
 
+LOWEST = ("trainer.early_stop.metric=-critic/score/mean", "trainer.early_stop.patience=9")
+KEEPS_LOWEST = ("trainer.keep_best=-critic/score/mean", "trainer.save_freq=2")
+"""of these an iteration that is undone must not be the best"""
 JOBS = {
     "nothing": Job(with_rules(LOW_REWARD)),
     "nan_gradient": Job(fault=lambda rank: faults.gradient(rank, update=3, on=1, norm=NAN)),
-    "reward_collapse": Job(with_rules(LOW_REWARD), lambda rank: faults.rewards(2, less=1.0)),
+    "reward_collapse": Job(
+        (*with_rules(LOW_REWARD), *LOWEST, *KEEPS_LOWEST), lambda rank: faults.rewards(2, less=1.0)
+    ),
     "memory": Job(fault=lambda rank: faults.memory(rank, on=1, reading=3, share=0.95)),
     "large_gradient": Job(
         with_rules(SPIKE), lambda rank: faults.gradient(rank, update=3, on=None, norm=1e6)
@@ -138,6 +144,12 @@ def check_quick(trained: Trained) -> None:
     for model in ("actor", "critic"):
         for of_rank in trained.sums("reward_collapse", model):
             assert [steps for _, _, steps in of_rank] == [2, 0, 2] and of_rank[1][1] == 0
+    scores = [row["critic/score/mean"] for row in rows_of(trained.folder / "reward_collapse")]
+    assert scores[1] < min(scores[0], scores[2])
+    run = trained.folder / "reward_collapse"
+    assert state_of(run, "early_stop")["best"] == -min(scores[0], scores[2])
+    metrics = [read_manifest(path)["metric"] for path in sorted(run.glob("checkpoints/step_*"))]
+    assert metrics[-2:] == [None, -scores[2]]  # of what is undone, and of the last
     batches = trained.ranks[0]["reward_collapse"]["tokens"]
     assert batches[2] not in batches[:2]
 
@@ -147,10 +159,10 @@ def check_quick(trained: Trained) -> None:
     assert state_of(trained.folder / "memory")["halvings"] == {"actor": 1}
 
 
-def state_of(run: Path) -> dict[str, Any]:
-    """What the newest checkpoint has of guards."""
+def state_of(run: Path, name: str = "guard") -> dict[str, Any]:
+    """What the newest checkpoint has of a part of the state."""
     newest = max((run / "checkpoints").glob("step_*"))
-    return json.loads((newest / "train_state.json").read_text())["state"]["guard"]
+    return json.loads((newest / "train_state.json").read_text())["state"][name]
 
 
 @pytest.mark.distributed
