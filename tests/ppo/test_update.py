@@ -403,7 +403,7 @@ def test_an_update_without_old_log_probs_measures_the_kl_to_the_reference_itself
             grad_clip=1e9,
             total_steps=1,
         )
-        update_actor(learner, batch, config, batcher_of(case, mesh), metrics, 1)
+        update_actor(learner, batch, config, batcher_of(case, mesh), metrics, 1, Guard())
     wanted = torch.stack(terms).mean().item()
     assert metrics.reduce()["actor/ref_kl"] == pytest.approx(wanted, rel=1e-5)
 
