@@ -68,7 +68,9 @@ def test_tokens_and_states_take_in_transformers_cache_what_the_plan_says(family:
     """But for its convolutions: they keep one input more than SGLang's, in the model's dtype."""
     config, cache = cache_of(family, "transformers")
     assert isinstance(cache, CohortCache)
-    layers = cache._cohorts[0].cache.layers
+    found = cache._cohorts[0].cache
+    assert found is not None
+    layers = found.layers
     shape = AttentionShape.of(config)
     tokens = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
     numbers = sum(t.numel() for t in tokens if t is not None)
