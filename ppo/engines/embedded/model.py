@@ -65,7 +65,7 @@ class LocalModel:
         """
         self.device, self.num_ids, self._cache = device, num_ids, cache
         self.module = _build(hf_config, dtype, trust_remote_code, ours=cache == "own")
-        self._cache_name = _cache_name(self.module) if cache == "transformers" else None
+        self._cache_name = _cache_name(self.module, cache)
         self._names = parameter_names(self.module)
         _fill_buffers(self.module, device, buffers)
         if tp_mesh is not None and tp_mesh.size() > 1:
@@ -133,16 +133,16 @@ class LocalModel:
         output = self.module(
             input_ids=input_ids,
             position_ids=step.positions,
-            past_key_values=cache,
             use_cache=True,
             kv_step=step,
+            **{self._cache_name: cache},
         )
         return output.logits[:, -1, : self.num_ids]
 
     def _part(self, input_ids: Tensor, part: Part) -> Tensor:
         """Logits [r, num_ids] behind tokens [r, q] of one cohort."""
         cohort = part.cohort
-        if self._cache_name is None:
+        if self._cache == "none":
             input_ids, cache = cohort.all_tokens(input_ids), {}
         else:
             cache = {self._cache_name: cohort.cache}
@@ -208,16 +208,16 @@ def _build(
     return module.eval().requires_grad_(False)
 
 
-def _cache_name(module: PreTrainedModel) -> str:
-    """The argument of the forward that takes a cache of transformers'."""
+def _cache_name(module: PreTrainedModel, cache: CacheKind) -> str:
+    """The argument of the forward that takes a cache, by its newest name first."""
     taken = inspect.signature(module.forward).parameters
-    for name in ("past_key_values", "cache_params"):
-        if name in taken:
-            return name
-    raise InputError(
-        f"rollout.engine=torch: {module.config.model_type} takes none of transformers' caches; use "
-        "rollout.engine=sglang"
-    )
+    names = [n for n in ("cache", "past_key_values", "cache_params") if n in taken]
+    if cache == "transformers" and not names:
+        raise InputError(
+            f"rollout.engine=torch: {module.config.model_type} takes none of transformers' caches; "
+            "use rollout.engine=sglang"
+        )
+    return names[0] if names else "past_key_values"
 
 
 def _fill_buffers(

@@ -85,7 +85,8 @@ class Row(NamedTuple):
     split: str
     """whether T = 2: yes | no"""
     sglang: str
-    """layout | generic (how weights reach it) | refused (on a CPU) | no class (of its own)"""
+    """layout | generic (how weights reach it) | refused (on a CPU) | no class (of its own) | - (it is
+    not installed)"""
     difference: float
     """largest, of probabilities"""
     reason: str
@@ -170,6 +171,8 @@ def _plain(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def _sglang(config: Any, name: str) -> str:
+    if importlib.util.find_spec("sglang") is None:
+        return "-"
     name = {"Olmo3ForCausalLM": "Olmo2ForCausalLM"}.get(name, name)  # as SGLang has it
     if name not in _sglang_classes():
         return "no class"
@@ -182,7 +185,7 @@ def _sglang(config: Any, name: str) -> str:
 def _sglang_classes() -> set[str]:
     """Of its models, read from its files: it is not imported."""
     spec = importlib.util.find_spec("sglang")
-    assert spec is not None and spec.submodule_search_locations, "sglang is not installed"
+    assert spec is not None and spec.submodule_search_locations
     files = (Path(spec.submodule_search_locations[0]) / "srt" / "models").glob("*.py")
     entries = [re.findall(r"^EntryClass\s*=\s*(\[[^]]*\]|\w+)", f.read_text(), re.M) for f in files]
     return set(re.findall(r"\w+", " ".join(entry for found in entries for entry in found)))

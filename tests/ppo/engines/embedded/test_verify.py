@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPTJForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from ppo.config import load_config
 from ppo.engines.choose import build_engine
@@ -24,7 +30,8 @@ from tests.ppo.models.hf_models import SHAPE
         ("nemotron", {}, "transformers"),  # passes nothing to attention
         ("falcon", {}, "transformers"),
         ("phimoe", {}, "transformers"),  # a window that only the mask knows
-        ("gptj", {}, "transformers"),  # a head with a bias
+        # a head with a bias; its attention can be replaced in later versions
+        ("gptj", {}, "own" if GPTJForCausalLM._supports_attention_backend else "transformers"),
         (
             "lfm2",
             {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},

@@ -154,6 +154,7 @@ def test_the_kernel_follows_the_configured_name():
             choose_kernel("flash_attention_2", CPU)
 
 
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a torch for CPUs alone")
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_the_kernel_of_a_gpu_is_called_as_this_torch_takes_it(kv_heads, window):
