@@ -218,4 +218,7 @@ def without_gradients(module: nn.Module) -> Iterator[None]:
     finally:
         reshard(module)
         if hasattr(module, "reset_iter_state"):  # torch 2.14 has it
-            cast(FSDPModule, module).reset_iter_state()
+            root = cast(FSDPModule, module)
+            # what it resets is made by the first forward, which a stop may have come before
+            if root._get_fsdp_state()._is_root is not None:
+                root.reset_iter_state()

@@ -1,4 +1,4 @@
-"""The quickstart's model and sums, trained by its commands with other keys: minutes, full tier."""
+"""The quickstart's model, trained by its commands on questions of a task: minutes, full tier."""
 
 import subprocess
 import sys
@@ -9,20 +9,26 @@ import train_ppo
 from tests.test_train import rows_of
 
 ROOT = Path(train_ppo.__file__).parent
+SUMS = ("chain_sum", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1")
+"""the quickstart's task in reasoning-gym, and its options"""
+LETTERS = ("letter_counting", "min_words=4", "max_words=8")
+"""that of episodes/try_again.yaml"""
 
 
-def train_smollm2(folder: Path, config: str, *overrides: str) -> list[dict[str, Any]]:
-    """Rows of metrics of SmolLM2-135M-Instruct on sums of two digits, on 2 ranks."""
+def train_smollm2(
+    folder: Path, config: str, *overrides: str, task: tuple[str, ...] = SUMS
+) -> list[dict[str, Any]]:
+    """Rows of metrics of SmolLM2-135M-Instruct on 2 ranks."""
 
     def command(*words: Any) -> None:
         subprocess.run([sys.executable, "-m", *map(str, words)], check=True, cwd=ROOT)
 
     model, data, run = (folder / name for name in ("model", "data", "run"))
     command("ppo.models.smollm2", "--out", model)
-    task = ("min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1")
+    name, *options = task
     command(
-        *("ppo.data.prepare", "reasoning_gym", "--out", data, "--task", "chain_sum", "--option"),
-        *(*task, "--method", "last_number", "--train_size", 2048, "--test_size", 128),
+        *("ppo.data.prepare", "reasoning_gym", "--out", data, "--task", name, "--option"),
+        *(*options, "--method", "last_number", "--train_size", 2048, "--test_size", 128),
     )
     command(
         *("torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_ppo.py"),

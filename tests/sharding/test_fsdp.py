@@ -95,6 +95,8 @@ def _check_behaviour(rank: int, world_size: int) -> None:
     model = _sharded(mesh, checkpointing=True)
     assert list(model.state_dict()) == names
 
+    with pytest.raises(KeyboardInterrupt), without_gradients(model):
+        raise KeyboardInterrupt  # before the first forward pass
     # a forward pass without gradients leaves nothing gathered, and no record of it behind
     with without_gradients(model):
         model(input_ids=tokens_of(rank))
