@@ -207,7 +207,8 @@ def test_every_node_of_a_slurm_job_waits_minutes_for_the_slowest_one(
     job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NODEID": str(node)}
     job |= {"SLURM_JOB_NODELIST": "a,b", "RUN_DIR": str(tmp_path / "run"), "PYTHON": "python"}
     path = f"{tmp_path}:{os.environ['PATH']}"
-    result = shell("bash", "launch/slurm/ppo.sbatch", "ppo_tiny.yaml", PATH=path, **job)
+    command = ("bash", "launch/slurm/ppo.sbatch", "ppo_tiny.yaml")
+    result = shell(*command, cwd=ROOT, PATH=path, **job)
     assert_waits(result.stdout, seconds=900, is_host=node == 0)
     assert "train_ppo.py --config ppo_tiny.yaml" in result.stdout
 

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -597,11 +598,12 @@ def test_what_an_engine_without_a_table_is_sent_fits_into_the_plan(vocab, bucket
     from sharding.mesh import ParallelDims, build_mesh, init_distributed
     from tests.peak_memory import PeakTracker
 
-    hf_config = Qwen3MoeConfig(
-        hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, num_experts=32, num_experts_per_tok=2, moe_intermediate_size=128,
-        vocab_size=vocab, tie_word_embeddings=False,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        **{"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "head_dim": 16, "num_experts": 32, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 128, "vocab_size": vocab, "tie_word_embeddings": False},
+    }
+    hf_config = Qwen3MoeConfig(**sizes)
     cpu = torch.device("cpu")
     with init_distributed(cpu):
         mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), cpu)

@@ -85,8 +85,8 @@ class Row(NamedTuple):
     split: str
     """whether T = 2: yes | no"""
     sglang: str
-    """layout | generic (how weights reach it) | refused (on a CPU) | no class (of its own) | - (it is
-    not installed)"""
+    """layout | generic (how weights reach it) | refused (on a CPU) | no class (of its own) | -
+    (SGLang is not installed)"""
     difference: float
     """largest, of probabilities"""
     reason: str

@@ -7,7 +7,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -301,7 +301,7 @@ def test_trl_style_functions_get_lists_of_one_and_the_columns_they_name(tmp_path
 def test_a_function_without_a_signature_is_given_all_columns(tmp_path):
     path = write(tmp_path / "f.py", "compute_score = dict")  # as some of C extensions
     (function,) = functions_of(settings(path, style="trl").function)
-    got = call(load_function(function), request("abc", extra={"level": 10}))
+    got: Any = call(load_function(function), request("abc", extra={"level": 10}))
     assert (got["completions"], got["level"], got["data_source"]) == (["abc"], [10], ["src"])
 
 
