@@ -44,7 +44,11 @@ class StepProfiler:
 
     @contextmanager
     def window(self, step: int, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Record from here to the end of the optimizer's first step, or of the block."""
+        """Record from here to the end of the optimizer's first step, or of the block.
+
+        An exception ends the run, and nothing is waited for: kernels may never end whose partners
+        on other ranks are gone.
+        """
         if step not in self._steps:
             yield
             return
@@ -52,11 +56,9 @@ class StepProfiler:
         folder.mkdir(parents=True, exist_ok=True)
         hook = optimizer.register_step_post_hook(lambda *_: self._stop(folder))
         self._start()
-        try:
-            yield
-        finally:
-            hook.remove()
-            self._stop(folder)
+        yield
+        hook.remove()
+        self._stop(folder)
 
     def report(self) -> dict[str, float]:
         """Write down what was recorded since the last call; its metrics, of this rank.
