@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ppo.model_shapes.kept import kinds_of_layers
+from ppo.model_shapes.kept import kinds_of_layers, states_of
 
 WITHOUT_WINDOWS = frozenset(
     (
@@ -20,6 +20,8 @@ ROPE_OF_LONGEST = ("longrope", "su", "dynamic")
 """kinds of rotary embedding whose frequencies follow from the longest sequence of a batch"""
 WITHOUT_OWN_HEAD = frozenset(("gemma", "gemma2", "cohere", "cohere2", "gpt2", "gpt_bigcode"))
 """families whose head is the embedding in SGLang 0.5.23 whatever the configuration says"""
+WITHOUT_EXPERTS = frozenset(("llama4", "llama4_text"))
+"""mixtures whose experts SGLang 0.5.23 loads in the class of the multimodal model alone"""
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -60,12 +62,25 @@ def sglang_problem(config: dict[str, Any], longest: int, *, on_cpu: bool) -> str
             f"SGLang has no head of {name} beside its embedding, and this model's are not tied "
             "(tie_word_embeddings): use rollout.engine=torch"
         )
-    if on_cpu and keys.get("kv_lora_rank"):
+    if name in WITHOUT_EXPERTS:
         return (
-            f"SGLang's attention on a CPU has no latent attention, which {name} has "
-            "(kv_lora_rank): use rollout.engine=torch"
+            f"SGLang loads the experts of {name} in the class of the multimodal model alone: use "
+            "rollout.engine=torch"
         )
+    if on_cpu and (lacking := _lacks_on_cpu(keys)):
+        return f"SGLang on a CPU has no {lacking}, which {name} has: use rollout.engine=torch"
     return _scale_problem(keys, longest) or window_problem(config, longest)
+
+
+def _lacks_on_cpu(keys: dict[str, Any]) -> str | None:
+    """What SGLang 0.5.23 has kernels of for GPUs alone; None where nothing of the model."""
+    if keys.get("kv_lora_rank"):
+        return "latent attention"
+    if states_of(keys, kinds_of_layers(keys)).layers:
+        return "linear attention, Mamba or convolutions that keep a state"
+    if str(keys.get("model_type")).startswith("gemma4"):
+        return "attention whose layers differ in the size of their heads"
+    return None
 
 
 def _scale_problem(keys: dict[str, Any], longest: int) -> str | None:

@@ -1,6 +1,7 @@
 """SGLang in the ranks against SGLang in processes of its own, one after the other in one run.
 
-    python -m tests.benchmarks.bench_engine_process [--ranks 2] [--tp 2] [--model HF_FOLDER]
+    python -m tests.benchmarks.bench_engine_process --ranks 2 --tp 2 \
+        --model models/smollm2-135m-instruct
 
 For each kind: seconds from nothing imported of SGLang to an engine that has given its memory back;
 the shortest of several weight syncs when nothing has to be compiled or verified any more; tokens
@@ -134,7 +135,9 @@ def figures(ranks: list[dict[str, float]], engines: int) -> Figures:
 def main(argv: list[str]) -> int:
     """Print a table; 0."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.bench_engine_process", description=__doc__
+        prog="python -m tests.benchmarks.bench_engine_process",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tp", type=int, default=2, help="ranks of one engine")

@@ -52,6 +52,10 @@ def test_windows_that_sglang_does_not_have_are_a_problem(tmp_path, capsys, keys,
     assert (code == 2, "does not have the attention windows" in said) == (refused, refused), said
 
 
+LINEAR = {
+    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2},
+    **{"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
 LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 
 
@@ -60,6 +64,9 @@ LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_he
     [
         ({"model_type": "gemma2", "tie_word_embeddings": False}, "", "no head of gemma2 beside"),
         ({"model_type": "deepseek_v3"} | LATENT, "", "has no latent attention, which deepseek_v3"),
+        ({"model_type": "qwen3_5_text"} | LINEAR, "", "on a CPU has no linear attention, Mamba"),
+        ({"model_type": "gemma4_text"}, "", "on a CPU has no attention whose layers differ"),
+        ({"model_type": "llama4_text"}, "", "loads the experts of llama4_text in the class"),
         (
             {
                 "model_type": "ministral3",
