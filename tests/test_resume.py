@@ -313,7 +313,7 @@ def test_twenty_kills_of_ranks_and_agents_lose_nothing(tmp_path):
     """Each start is killed at a random moment, a rank or torchrun itself, with SIGKILL."""
     source, steps, kills = random.Random(7), 60, 20
     overrides = ("trainer.test_freq=0", "trainer.val_before_train=false", "trainer.save_freq=1")
-    overrides += (f"trainer.total_training_steps={steps}", "trainer.total_epochs=2")
+    overrides += (f"trainer.total_training_steps={steps}", "trainer.total_epochs=2", *STATEFUL)
 
     def start(run: Path, log: Path) -> subprocess.Popen[bytes]:
         with log.open("ab") as file:

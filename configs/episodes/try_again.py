@@ -16,7 +16,11 @@ COST = 0.25
 
 
 async def episode(row, policy) -> dict[str, float]:
-    """The score of the last try, less COST for each that came before."""
+    """The score of the last try, less COST for each that came before.
+
+    An episode that a limit ends returns nothing: let data.max_response_length hold all tries, else
+    the means of first_try and last_try are those of the others.
+    """
     policy.score = 0.0  # of an episode that a limit ends
     said, found = (), []
     for tries in range(TRIES):
