@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing import ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessRaisedException
 from transformers import AutoModelForMultimodalLM, AutoModelForSequenceClassification
 
 from ppo.config import ALL_LINEAR, Lora
