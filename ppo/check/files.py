@@ -113,8 +113,9 @@ def wrong_contents(config: Config, model_config: Path | None = None) -> list[Pro
 def _families(config: Config, model_config: Path | None) -> Iterator[Problem]:
     """Models that are here and whose sequences would not be the same in every batch or engine, or
     cannot be cut."""
-    longest = config.data.max_length
     for role in config.models.values():
+        data, is_actor = config.data, role.name == "actor"
+        longest = data.longest_sampled if is_actor else data.max_length
         file = config_json(role.path)
         if model_config is not None and role.path == config.model.path:
             file = model_config

@@ -175,14 +175,19 @@ class Config(Section):
 
         positions: None where the model has no limit. A reward model gives no score beyond its own.
         """
-        longest, is_actors = self.data.max_length, role.path == self.model.path
+        is_actors = role.path == self.model.path
+        responses = {"data.max_response_length": self.data.max_response_length}
+        if role.name == "actor":
+            responses |= self.data.val_response_lengths
+        key = max(responses, key=responses.__getitem__)
+        longest = self.data.max_prompt_length + responses[key]
         if role.name == "reward model" or positions is None or positions >= longest:
             return None
         fix = "set model.override_config.max_position_embeddings"
         return Problem(
             role.path_key,
             role.path,
-            f"data.max_prompt_length + data.max_response_length = {longest} tokens, and it has "
+            f"data.max_prompt_length + {key} = {longest} tokens, and it has "
             f"max_position_embeddings = {positions}",
             f"lower them, or {fix if is_actors else 'name another model'}",
         )

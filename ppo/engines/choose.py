@@ -42,7 +42,7 @@ def build_engine(
     """
     kind = config.rollout.engine_kind(cuda=mesh.device.type == "cuda")
     hf_config: Any = module.config
-    keys, longest = hf_config.to_dict(), config.data.max_length
+    keys, longest = hf_config.to_dict(), config.data.longest_sampled
     if problem := rope_problem(keys, longest):
         raise InputError(f"model.path = {config.model.path}: {problem}")
     on_cpu = mesh.device.type == "cpu"

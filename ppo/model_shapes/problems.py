@@ -23,6 +23,7 @@ WITHOUT_OWN_HEAD = frozenset(("gemma", "gemma2", "cohere", "cohere2", "gpt2", "g
 WITHOUT_EXPERTS = frozenset(("llama4", "llama4_text"))
 """mixtures whose experts SGLang 0.5.23 loads in the class of the multimodal model alone"""
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+_LONGEST = "data.max_prompt_length + the longest max_response_length (data.val_sets' too)"
 
 
 def rope_problem(config: dict[str, Any], longest: int) -> str | None:
@@ -43,8 +44,8 @@ def rope_problem(config: dict[str, Any], longest: int) -> str | None:
         if name in ROPE_OF_LONGEST and limit is not None and longest > limit:
             return (
                 f"its rotary embedding ({name}) gives all tokens of a batch other frequencies as "
-                f"soon as one sequence is longer than {limit} tokens; let data.max_prompt_length + "
-                f"data.max_response_length be at most that, not {longest}"
+                f"soon as one sequence is longer than {limit} tokens; let {_LONGEST} "
+                f"be at most that, not {longest}"
             )
     return None
 
@@ -94,7 +95,7 @@ def _scale_problem(keys: dict[str, Any], longest: int) -> str | None:
         return None
     return (
         f"SGLang scales the queries of ministral3 from position {theirs} on, this model from "
-        f"{own} on (rope_parameters): let data.max_prompt_length + data.max_response_length be at "
+        f"{own} on (rope_parameters): let {_LONGEST} be at "
         f"most {min(own, theirs)}, not {longest}, or use rollout.engine=torch"
     )
 
@@ -120,7 +121,6 @@ def window_problem(config: dict[str, Any], longest: int) -> str | None:
     if name in WITHOUT_WINDOWS and has_windows and window is not None and longest > window:
         return (
             f"SGLang does not have the attention windows of {name} ({window} tokens): let "
-            f"data.max_prompt_length + data.max_response_length be at most that, not {longest}, "
-            "or use rollout.engine=torch"
+            f"{_LONGEST} be at most that, not {longest}, or use rollout.engine=torch"
         )
     return None

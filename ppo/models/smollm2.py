@@ -18,6 +18,7 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ppo.config.cli import for_users
 from ppo.files import new_folder
@@ -76,8 +77,8 @@ def convert(source: Path, out: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
-    config = loaded.config
-    del config.quantization_config  # type: ignore[attr-defined]
+    config: Any = loaded.config
+    del config.quantization_config
     # save_pretrained refuses the loaded model, whose class still says GGUF: copy it
     model = LlamaForCausalLM(config)
     model.load_state_dict(loaded.state_dict())

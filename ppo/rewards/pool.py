@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -215,12 +215,12 @@ class RewardPool:
         """Wait for messages until the next deadline, and take all that have come."""
         now = time.monotonic()
         running = [slot.deadline - now for slot in self._slots if slot.items or not slot.is_ready]
-        channels: dict[Connection, _Slot] = {slot.worker.channel: slot for slot in self._slots}  # type: ignore[misc]
+        channels: dict[Any, _Slot] = {slot.worker.channel: slot for slot in self._slots}
         for channel in wait([*channels, self._wake_in], max(0.0, min([IDLE_WAIT_S, *running]))):
             if channel is self._wake_in:
                 self._wake_in.recv_bytes()
                 continue
-            slot = channels[channel]  # type: ignore[index]
+            slot = channels[channel]
             message = slot.worker.receive()
             if message is None:
                 slot.deadline = float("-inf")  # dead: replaced below

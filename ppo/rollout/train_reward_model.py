@@ -143,12 +143,13 @@ def train(config: Config, run: Run, options: Options) -> None:
         custom_chat_template=config.model.custom_chat_template,
     )
     module: Any = build_value_model(folder, mesh, **build_options(config, config.models["actor"]))
-    pad = getattr(module.config.get_text_config(), "pad_token_id", None)
+    text = module.config.get_text_config()
+    pad = getattr(text, "pad_token_id", None)
 
     def read(files: str, split: Split) -> list[Pair]:
         pairs: list[Pair] = []
         together(
-            lambda: pairs.extend(read_pairs(files, tokenizer, pad, split)),
+            lambda: pairs.extend(fitting([*read_pairs(files, tokenizer, pad, split)], text, files)),
             *(mesh.host_group, InputError),
             expected=InputError,
             name_ranks=False,
@@ -223,6 +224,26 @@ def read_pairs(
         except InputError as error:
             raise DataError(row.where, str(error)) from error
         yield Pair(*(until_scored(each, pad_token_id) for each in ids))
+
+
+def fitting(pairs: Sequence[Pair], text_config: Any, files: str) -> list[Pair]:
+    """The pairs that the model can take; those that leave it no position are told and left out, as
+    a reward model does not score them either. Raises InputError where its ids do not reach."""
+    highest = max((max(ids) for pair in pairs for ids in pair), default=0)
+    if highest >= text_config.vocab_size:
+        raise InputError(
+            f"{files}: its tokens have ids up to {highest}, and the model has "
+            f"{text_config.vocab_size} of them: use its own tokenizer (model.tokenizer_path)"
+        )
+    limit = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
+    kept = [pair for pair in pairs if max(map(len, pair)) < limit]
+    if len(kept) < len(pairs):
+        logger.warning(
+            "%s: %d of %d pairs are left out: a conversation of %d tokens or more leaves none of "
+            "the model's positions (max_position_embeddings)",
+            *(files, len(pairs) - len(kept), len(pairs), limit),
+        )
+    return kept
 
 
 class Layout(NamedTuple):

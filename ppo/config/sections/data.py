@@ -115,3 +115,15 @@ class DataConfig(Section):
     def max_length(self) -> int:
         """Tokens of the longest sequence: prompt and response."""
         return self.max_prompt_length + self.max_response_length
+
+    @property
+    def val_response_lengths(self) -> dict[str, int]:
+        """Longest responses of validation sets that have their own, in tokens, by key."""
+        own = {name: val.max_response_length for name, val in self.val_sets.items()}
+        return {f"data.val_sets.{name}.max_response_length": n for name, n in own.items() if n}
+
+    @property
+    def longest_sampled(self) -> int:
+        """Tokens of the longest sequence that an engine makes, in training or validation."""
+        responses = (self.max_response_length, *self.val_response_lengths.values())
+        return self.max_prompt_length + max(responses)

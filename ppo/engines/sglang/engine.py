@@ -184,7 +184,7 @@ class SGLangEngine:
         self._raise(self._sync.run(self.executor.update(), action="load", checked=due))
         metrics = self._sync.stats()
         self._num_syncs += 1
-        if due and (self._sync.whole or any(self._agree(lambda: self._sync.differing))):
+        if due and (self._sync.style == "full" or any(self._agree(lambda: self._sync.differing))):
             self._raise(self._sync.run(self.executor.update(), action="verify"))
             self._raise([f"checksums differ: {name}" for name in self._sync.differing])
         if due:

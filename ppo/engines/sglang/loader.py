@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ def _follow(model: nn.Module, instruction: dict[str, Any], flat: Tensor) -> str:
         _refresh_derived_buffers(model)
         return _unwritten(model)
     elif instruction["style"] == "full":
-        _model_loader(model)(_tensors(instruction["entries"], flat))
+        _load_weights(model, _tensors(instruction["entries"], flat))
     else:
         for _, target, values in _slices(model, instruction, flat):
             target.copy_(values)
@@ -105,8 +105,9 @@ def _differing(model: nn.Module, checksums: dict[str, int]) -> list[str]:
     ]
 
 
-def _model_loader(model: nn.Module) -> Callable[[Iterator[tuple[str, Tensor]]], Any]:
-    return model.load_weights  # type: ignore[return-value]  # every model class of SGLang has it
+def _load_weights(model: Any, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Every model class of SGLang's has this."""
+    model.load_weights(tensors)
 
 
 def _tensors(entries: list[list], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -219,7 +220,7 @@ def _compare_full(model: nn.Module, stage: str, instruction: dict[str, Any], fla
         _before.update(_checksums(model))
         return ""
     if stage == "bucket":
-        _model_loader(model)(_tensors(instruction["entries"], flat))
+        _load_weights(model, _tensors(instruction["entries"], flat))
         return ""
     sums = _checksums(model)
     found = [name for name, held in _before.items() if not torch.equal(held, sums[name])]

@@ -67,11 +67,12 @@ class WeightSync:
         shapes = sent_shapes(module, options["rows"])
         tp, config = mesh.dims.rollout_tp, hf_config.to_dict()
         known = tp_layout(config["model_type"], shapes, config, tp=tp, tp_rank=0, style="sglang")
-        self.slices = self.whole = None
+        self.source: Resharder | FullTensors
+        self.style = "full" if known is None else "slices"
         if known is not None:
-            self.slices = Resharder(module, mesh, style="sglang", hf_config=config, **options)
+            self.source = Resharder(module, mesh, style="sglang", hf_config=config, **options)
         else:
-            self.whole = FullTensors(module, mesh, **options)
+            self.source = FullTensors(module, mesh, **options)
 
     def run(
         self,
@@ -86,8 +87,8 @@ class WeightSync:
         generic path. Returns what went wrong on this rank.
         """
         problems: list[str] = []
-        sums = Checksums(self.slices.layout) if checked and self.slices else None
-        style = "slices" if self.slices else "full"
+        slices = self.source if isinstance(self.source, Resharder) else None
+        sums = Checksums(slices.layout) if checked and slices else None
         with update as engine:
             _try(engine.begin, problems)
             nothing = Parcel([], [], torch.zeros(1, dtype=torch.uint8, device=self.mesh.device))
@@ -95,7 +96,7 @@ class WeightSync:
                 instruction = {
                     "action": action,
                     "stage": stage,
-                    "style": style,
+                    "style": self.style,
                     "entries": parcel.entries,
                     "zeros": parcel.zeros,
                     "checksums": sums.expected() if sums is not None and stage == "end" else {},
@@ -111,33 +112,36 @@ class WeightSync:
 
     def _stages(self, nothing: Parcel, sums: Checksums | None) -> Iterator[tuple[str, Parcel]]:
         yield "begin", nothing
-        for parcel in self._sliced(sums) if self.slices else self._whole():
+        source = self.source
+        parcels = _sliced(source, sums) if isinstance(source, Resharder) else _whole(source)
+        for parcel in parcels:
             yield "bucket", parcel
+            del parcel  # before the next one is made, here as where it was sent
         yield "end", nothing
-
-    def _sliced(self, sums: Checksums | None) -> Iterator[Parcel]:
-        assert self.slices is not None
-        for bucket in self.slices.buckets():
-            if sums is not None:
-                sums.add(bucket)
-            entries = [list(entry) for entry in bucket.entries]
-            yield Parcel(entries, [list(zero) for zero in bucket.zeros], bucket.flat)
-
-    def _whole(self) -> Iterator[Parcel]:
-        assert self.whole is not None
-        for named in self.whole.batches():
-            flat = torch.cat([tensor.reshape(-1) for _, tensor in named])
-            entries, offset = [], 0
-            for name, tensor in named:
-                entries.append([name, list(tensor.shape), offset])
-                offset += tensor.numel()
-            del named, tensor  # the next batch is assembled while these names stand
-            yield Parcel(entries, [], flat)
-            del flat
 
     def stats(self) -> dict[str, float]:
         """reshard/* of the last run on this rank."""
-        return (self.slices or self.whole).stats.metrics()  # type: ignore[union-attr]
+        return self.source.stats.metrics()
+
+
+def _sliced(source: Resharder, sums: Checksums | None) -> Iterator[Parcel]:
+    for bucket in source.buckets():
+        if sums is not None:
+            sums.add(bucket)
+        entries = [list(entry) for entry in bucket.entries]
+        yield Parcel(entries, [list(zero) for zero in bucket.zeros], bucket.flat)
+
+
+def _whole(source: FullTensors) -> Iterator[Parcel]:
+    for named in source.batches():
+        flat = torch.cat([tensor.reshape(-1) for _, tensor in named])
+        entries, offset = [], 0
+        for name, tensor in named:
+            entries.append([name, list(tensor.shape), offset])
+            offset += tensor.numel()
+        del named, tensor  # the next batch is assembled while these names stand
+        yield Parcel(entries, [], flat)
+        del flat
 
 
 def _try(step: Callable[[], T], problems: list[str]) -> T | None:

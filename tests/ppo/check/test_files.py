@@ -122,6 +122,22 @@ def test_a_model_with_fewer_positions_than_sequences_have_tokens_is_a_problem(
 
 
 @pytest.mark.parametrize(
+    ("role", "length", "code"), [("model", 33, 2), ("model", 32, 0), ("critic.model", 33, 0)]
+)
+def test_the_actor_alone_needs_positions_for_longer_responses_of_a_validation_set(
+    tmp_path, capsys, role, length, code
+):
+    keys = TINY | {"max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    sets = f"data.val_sets={{long: {{files: [tiny], max_response_length: {length}}}}}"
+    overrides = [f"{role}.path={tmp_path}", sets, "rollout.max_model_len=128"]
+    assert run_check(parse_args(["--config", "ppo_tiny.yaml", "--check", *overrides])) == code
+    said = capsys.readouterr().err
+    key = "data.max_prompt_length + data.val_sets.long.max_response_length = 65 tokens"
+    assert (key in said) == (code == 2), said
+
+
+@pytest.mark.parametrize(
     ("content", "words"),
     [
         ("def compute_score(:", "is not valid Python"),

@@ -22,6 +22,7 @@ from ppo.rollout import train_reward_model
 from ppo.rollout.train_reward_model import (
     Layout,
     Pair,
+    fitting,
     learn,
     load_training,
     parse_options,
@@ -119,6 +120,17 @@ def test_pairs_come_from_prepared_rows_and_from_raw_ones_and_bad_ones_are_named(
     with pytest.raises(InputError, match=r"row 0 .*'chosen'.*must be text"):
         list(read_pairs(str(path), tokenizer, 256, "train"))
     assert all(pair["chosen"] != pair["rejected"] for pair in tiny_pairs("val", 0))
+
+
+def test_pairs_that_leave_the_model_no_position_are_left_out_and_told(caplog):
+    from transformers import LlamaConfig
+
+    limits = LlamaConfig(max_position_embeddings=32, vocab_size=10)
+    assert fitting(PAIRS, limits, "f") == [p for p in PAIRS if p not in (PAIRS[0], PAIRS[2])]
+    assert "f: 2 of 6 pairs are left out: a conversation of 32 tokens or more" in caplog.text
+    limits.vocab_size = 9
+    with pytest.raises(InputError, match=r"f: its tokens have ids up to 9, and the model has 9 of"):
+        fitting(PAIRS, limits, "f")
 
 
 @pytest.mark.parametrize("preset", ["dapo_tiny.yaml", "ppo_qwen2.5_7b_rlhf.yaml"])

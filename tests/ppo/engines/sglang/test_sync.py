@@ -2,6 +2,8 @@
 
 import importlib
 import io
+import weakref
+from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -14,6 +16,7 @@ from ppo.engines.sglang import handles
 from ppo.engines.sglang import sync as sglang_sync
 from sharding.fsdp import shard_model
 from sharding.mesh import ParallelDims, build_mesh, init_distributed
+from sharding.reshard.full_tensors import FullTensors
 from tests.ppo.models.hf_models import save_model
 
 SETTINGS = "max_split_size_mb:64,expandable_segments:True"
@@ -79,12 +82,11 @@ def test_a_worker_that_writes_nothing_has_not_answered():
 
 def sent(sync: sglang_sync.WeightSync) -> dict[str, Tensor]:
     """Everything that a pass hands to the engine, put together by name; padding is zero."""
-    if sync.whole is not None:
-        return {name: tensor for batch in sync.whole.batches() for name, tensor in batch}
-    assert sync.slices is not None
-    layout = sync.slices.layout
+    if isinstance(sync.source, FullTensors):
+        return {name: tensor for batch in sync.source.batches() for name, tensor in batch}
+    layout = sync.source.layout
     tensors = {name: torch.full(size, torch.nan) for name, size in layout.targets.items()}
-    for bucket in sync.slices.buckets():
+    for bucket in sync.source.buckets():
         for entry, block in bucket.views():
             rows, cols = block.shape
             part = tensors[entry.target][entry.dst_row :, entry.dst_col :]
@@ -106,9 +108,51 @@ def test_rows_beyond_the_ids_of_the_tokenizer_are_not_sent(tmp_path, family):
         shard_model(module, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)
         sync = sglang_sync.WeightSync(module, mesh, num_ids=70, dtype=torch.float32, bucket_mib=8)
         tensors = sent(sync)
-    assert (sync.whole is not None) == (family == "gpt_neox")
+    assert isinstance(sync.source, FullTensors) == (family == "gpt_neox")
     cut = [tensor for tensor in tensors.values() if tensor.shape[0] in (70, 128)]
     assert len(cut) == 2  # 70 rows, or padded to 128
     assert any(torch.equal(tensor[:70], head[:70]) for tensor in cut)
     assert any(torch.equal(tensor[:70], embedding[:70]) for tensor in cut)
     assert all(not tensor[70:].any() for tensor in cut)
+
+
+class Listener:
+    """An engine that keeps nothing of what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[weakref.ref[Tensor]] = []
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def send(self, instruction: dict[str, Any], flat: Tensor) -> dict[str, Any]:
+        if instruction["stage"] == "bucket":
+            self.sent.append(weakref.ref(flat))
+        return {"error": "", "differing": []}
+
+
+def test_a_payload_of_whole_tensors_is_gone_before_the_next_one_is_made(tmp_path, monkeypatch):
+    module: Any = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "m", "gpt_neox"))
+    engine, alive, batches = Listener(), [], FullTensors.batches
+
+    def watched(self: FullTensors) -> Any:
+        made = batches(self)
+        while True:
+            alive.append(sum(payload() is not None for payload in engine.sent))
+            batch = next(made, None)
+            if batch is None:
+                return
+            yield batch
+            del batch
+
+    monkeypatch.setattr(FullTensors, "batches", watched)
+    with init_distributed(torch.device("cpu")):
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), torch.device("cpu"))
+        shard_model(module, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32)
+        sync = sglang_sync.WeightSync(
+            module, mesh, num_ids=96, dtype=torch.float32, bucket_mib=0.01
+        )
+        assert sync.run(nullcontext(engine), action="load") == []
+    assert len(engine.sent) > 2
+    assert alive == [0] * (len(engine.sent) + 1)
