@@ -110,6 +110,12 @@ def differences(given: Given) -> Mapping[str, Answer]:
     if _loss_mode(given) in OF_SEQUENCES and said not in ("", sequences):
         why = f"{_loss_mode(given)} is {sequences} there, whatever it says"
         found[f"actor.loss_agg_mode = {said}"] = Answer(gap=why)
+    if _has_reward_model(given) and _has_reward_function(given):
+        why = (
+            "not the sum of both there: the model's score alone, or what the function makes of it "
+        )
+        why += "in a reward loop; here both count, by reward.weights (function: 0 leaves it out)"
+        found["a reward model beside a reward function"] = Answer(gap=why)
     if value_of(given, "critic.model.path") is None and _has_critic(given):
         why = "not said: ~/models/deepseek-llm-7b-chat there, the model of model.path here"
         found["critic.model.path"] = Answer(unneeded=why)
@@ -132,6 +138,16 @@ def _loss_mode(given: Given) -> str:
 
 def _has_critic(given: Given) -> bool:
     return str(value_of(given, "algorithm.adv_estimator", "gae")) == "gae"
+
+
+def _has_reward_model(given: Given) -> bool:
+    names = ("reward_model.enable", "reward.reward_model.enable")
+    return any(str(value_of(given, name, "false")).lower() == "true" for name in names)
+
+
+def _has_reward_function(given: Given) -> bool:
+    names = ("custom_reward_function.path", "reward.custom_reward_function.path")
+    return any(not is_null(value_of(given, name)) for name in names)
 
 
 def is_above_0(raw: Any) -> bool:

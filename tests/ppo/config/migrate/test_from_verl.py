@@ -196,6 +196,14 @@ def test_defaults_that_ask_for_nothing_are_not_named():
     }  # fmt: skip
 
 
+def test_that_a_reward_model_and_a_function_are_added_up_is_named():
+    model = ("reward_model.enable=True", "reward_model.model.path=rm")
+    function = "reward.custom_reward_function.path=score.py"
+    assert translated(*model).gaps == translated(function).gaps == {}
+    [(what, why)] = translated(*model, function).gaps.items()
+    assert what == "a reward model beside a reward function" and "reward.weights" in why
+
+
 def test_what_has_no_counterpart_is_named_with_a_reason():
     found = translated(
         "data.train_files=a.parquet", "actor_rollout_ref.rollout.multi_turn.enable=True",
