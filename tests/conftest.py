@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-# Two that start Slurm or processes of SGLang's at a time need more memory than a small machine has.
+# Two that start Slurm or processes of SGLang's at a time need more memory than a small machine has;
+# so do, in the long trials, two that train SmolLM2.
 ONE_AT_A_TIME = re.compile(r"slurm|sglang_job|export_sglang|sglang/test_host")
+OF_THE_LONG_ONES = re.compile(ONE_AT_A_TIME.pattern + r"|^tests/test_(lora_runs|episodes)\.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,9 +47,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A process takes whole files, whose tests share fixtures."""
     from xdist.scheduler import LoadScopeScheduling
 
+    alone = ONE_AT_A_TIME if "not full" in config.option.markexpr else OF_THE_LONG_ONES
+
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "one at a time" if ONE_AT_A_TIME.search(file) else file
+            return "one at a time" if alone.search(file) else file
 
     return Files(config, log)
