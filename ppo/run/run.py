@@ -102,6 +102,7 @@ class Run:
             self._signals,
             folder=self.dir if mesh.rank == 0 else None,
             max_wall_time=config.trainer.max_wall_time,
+            saves=config.trainer.save_freq >= 0 or config.trainer.val_only,
         )
 
     @property

@@ -50,26 +50,38 @@ class StopRequests:
     """`code` is what the ranks agree on, 0 while nothing is asked for."""
 
     def __init__(
-        self, signals: SignalWatch, *, folder: Path | None, max_wall_time: float | None
+        self,
+        signals: SignalWatch,
+        *,
+        folder: Path | None,
+        max_wall_time: float | None,
+        saves: bool = True,
     ) -> None:
         """
         Args:
+            saves: whether a run that is stopped can go on; one that would begin anew every time
+                that it is preempted is stopped for good.
             folder: where STOP and PREEMPT are looked for; None where another rank does.
             max_wall_time: seconds from now; None = for ever.
         """
         self.code = 0
-        self._signals, self._folder = signals, folder
+        self._signals, self._folder, self._saves = signals, folder, saves
         self._max_wall_time, self._started = max_wall_time, time.monotonic()
 
     @property
     def reason(self) -> str:
         """What has asked for it; empty while nothing has."""
-        return _REASONS[self.code]
+        reason = _REASONS[self.code]
+        return f"{reason}, nothing is saved" if self._is_final else reason
 
     @property
     def outcome(self) -> Outcome:
         """What the run has come to when it ends well."""
-        return STOPS[self.reason]
+        return "stopped" if self._is_final else STOPS[_REASONS[self.code]]
+
+    @property
+    def _is_final(self) -> bool:
+        return STOPS[_REASONS[self.code]] == "preempted" and not self._saves
 
     def own(self) -> int:
         """The code of what this rank is asked for at the moment."""
