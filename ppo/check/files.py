@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppo.check.episodes import episode_file_problems
-from ppo.check.model_folder import model_problems
+from ppo.check.model_folder import INDEX, model_problems
 from ppo.config import ENGINE_TRAITS, PACKAGES_OF_LOGGERS, Config, Problem, RolloutConfig
 from ppo.data.columns import CHARS_PER_TOKEN, QUICK_ROWS, check_data_files, parse_row
 from ppo.data.rows import DataError, find_files, read_rows
@@ -33,6 +33,8 @@ from sharding.heads import text_value
 
 # where this project keeps models and checkpoints: never the name of an organisation
 _LOCAL_FOLDERS = ("models", "runs", "data")
+# one of these is there where weights are
+_WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def missing_files(config: Config) -> list[Problem]:
@@ -275,8 +277,14 @@ def to_download(config: Config) -> list[Problem]:
     return [
         Problem(key, path, "a run downloads it", f"hf download {path}")
         for key, path in _model_paths(config).items()
-        if not Path(path).is_dir() and is_hub_name(path) and config_json(path) is None
+        if not Path(path).is_dir() and is_hub_name(path) and not _is_cached(path, key)
     ]
+
+
+def _is_cached(path: str, key: str) -> bool:
+    """Whether the Hub's cache has more of a model than the config.json that `--check` reads."""
+    needed = ("tokenizer_config.json",) if key == "model.tokenizer_path" else _WEIGHTS
+    return any(file_of_model(path, name) is not None for name in needed)
 
 
 def _model_paths(config: Config) -> dict[str, str]:

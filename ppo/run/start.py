@@ -196,8 +196,11 @@ def program(
         return EXIT_INTERRUPTED
 
 
-def pick_device(config: Config, local_rank: int) -> torch.device:
-    """The device of this rank: `trainer.device`, where auto is CUDA if there is one."""
+def pick_device(config: Config, launch: Launch) -> torch.device:
+    """The device of this rank: `trainer.device`, where auto is CUDA if there is one.
+
+    Raises ConfigError where there are fewer than ranks.
+    """
     cuda = torch.cuda.is_available()
     if config.trainer.device == "cuda" and not cuda:
         raise ConfigError(
@@ -205,8 +208,15 @@ def pick_device(config: Config, local_rank: int) -> torch.device:
         )
     if config.trainer.device == "cpu" or not cuda:
         return torch.device("cpu")
-    # a launcher that shows each rank its own device only (Slurm --gpus-per-task): number 0
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    devices, ranks = torch.cuda.device_count(), launch.ranks_per_node
+    # a launcher that shows each rank its own device only (Slurm --gpus-per-task, a wrapper that
+    # sets the variable): number 0
+    own = devices == 1 and (not launch.has_agent or "CUDA_VISIBLE_DEVICES" in launch.env)
+    if devices < ranks and not own:
+        few = f"{ranks} ranks on a node where torch sees {devices} CUDA devices"
+        fix = f"start with --nproc_per_node={devices}, or look at CUDA_VISIBLE_DEVICES"
+        raise ConfigError([Problem("", None, few, fix)])
+    return torch.device("cuda", 0 if own else launch.local_rank)
 
 
 def memory_of(device: torch.device) -> float | None:
@@ -264,7 +274,7 @@ def open_run(config: Config, launch: Launch, command: Sequence[str]) -> Iterator
     clock.mark("imports")
     if launch.has_agent:
         stop_with_parent()
-    device = pick_device(config, launch.local_rank)
+    device = pick_device(config, launch)
     binds = device.type == "cuda" and config.trainer.numa_binding
     cores = use_cores(
         local_ranks=launch.ranks_per_node,

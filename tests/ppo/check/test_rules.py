@@ -9,6 +9,7 @@ from ppo.check.files import missing_files, to_download, wrong_contents
 from ppo.check.rules import check_config
 from ppo.check.warnings import config_warnings
 from ppo.config import Config, load_config
+from ppo.model_shapes import file_of_model
 
 REQUIRED = ["model.path=tiny", "data.train_files=tiny"]
 
@@ -319,6 +320,26 @@ def test_data_that_the_loader_would_take_is_not_missing_and_its_contents_are_che
         assert function.path == "reward.function.path" and "wrong signature" in function.rule
     (problem,) = missing_files(load(f"data.train_files={tmp_path}/pipe.jsonl"))
     assert "is no regular file" in problem.rule
+
+
+def test_a_config_json_in_the_hubs_cache_is_not_the_model(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--Some--Model"
+    snapshot = cached / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("c0ffee")
+    hub = load("model.path=Some/Model")
+    for name, paths in {
+        "config.json": ["model.path"],
+        "tokenizer_config.json": ["model.path"],
+        "model.safetensors.index.json": [],
+    }.items():
+        (snapshot / name).write_text("{}")
+        assert file_of_model("Some/Model", name) is not None
+        assert [problem.path for problem in to_download(hub)] == paths
 
 
 def test_a_hub_name_is_downloaded_but_a_missing_folder_of_ours_is_an_error(tmp_path, monkeypatch):

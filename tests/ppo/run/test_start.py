@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from ppo.config import load_config
+from ppo.config import ConfigError, load_config
 from ppo.errors import InputError
 from ppo.run.start import (
     EXIT_CONFIG,
@@ -14,6 +14,7 @@ from ppo.run.start import (
     UNHEARD_S,
     Launch,
     choose_dims,
+    pick_device,
     program,
     use_expandable_segments,
 )
@@ -54,6 +55,34 @@ def test_wrong_input_is_said_at_once_and_once_and_torchruns_report_points_to_it(
         "error2.json": str(ERROR),  # the second node's own
     }
     assert all(reason["timestamp"] > 1e9 for reason in files.values())
+
+
+@pytest.mark.parametrize(
+    ("devices", "agent", "visible", "found"),
+    [
+        (2, True, None, [0, 1]),
+        (8, True, None, [0, 1]),
+        (1, False, None, [0, 0]),  # each sees its own
+        (1, True, "3", [0, 0]),  # by a wrapper
+        (1, True, None, "2 ranks on a node where torch sees 1 CUDA devices"),
+    ],
+)
+def test_a_rank_has_a_device_of_its_own(monkeypatch, devices, agent, visible, found):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    config, env = load_config("ppo_tiny.yaml", ["trainer.device=auto"]), {}
+    if visible is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible
+    ranks = [
+        Launch(local_rank=rank, world_size=2, ranks_per_node=2, has_agent=agent, env=env)
+        for rank in range(2)
+    ]
+    if isinstance(found, str):
+        for rank in ranks:
+            with pytest.raises(ConfigError, match=found):
+                pick_device(config, rank)
+        return
+    assert [pick_device(config, rank).index for rank in ranks] == found
 
 
 @pytest.mark.parametrize(
