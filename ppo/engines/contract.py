@@ -143,7 +143,8 @@ class Generation(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """rollout/* of this generation, when all has ended; none where nothing was told."""
+        """rollout/* of this generation, when no completion is awaited any more; none where nothing
+        was told."""
         ...
 
     def close(self) -> None:

@@ -72,11 +72,13 @@ def chat_format(
     *,
     options: Mapping[str, Any],
     tool_format: ToolFormat = "auto",
+    num_ids: int | None = None,
 ) -> ChatFormat:
     """What processes without transformers' tokenizers need of one.
 
     Args:
         options: data.apply_chat_template_kwargs.
+        num_ids: ids from 0 on that the model has; None = all of the tokenizer.
 
     Raises:
         InputError: it is none of the package tokenizers, or a conversation in its template cannot
@@ -96,7 +98,9 @@ def chat_format(
         raise InputError(f"the tokenizer {name} has no chat template named default or tool_use")
     special = {k: str(v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
     made = ChatFormat(
-        *(name, core.to_str(), template, special, tuple(stop_token_ids), dict(options), tool_format)
+        *(name, core.to_str(), template, special, tuple(stop_token_ids), dict(options)),
+        tool_format=tool_format,
+        num_ids=num_ids,
     )
     if tool_format == "auto":
         made = made._replace(tool_format=Chat(made).taught_format() or "hermes")
@@ -114,7 +118,8 @@ class Chat:
         self._core: Tokenizer = Tokenizer.from_str(format_.tokenizer)
         self._core.no_truncation()
         self._core.no_padding()
-        self.num_ids = self._core.get_vocab_size(with_added_tokens=True)
+        size = self._core.get_vocab_size(with_added_tokens=True)
+        self.num_ids = size if format_.num_ids is None else min(size, format_.num_ids)
         self._template = format_.template
         options = dict(format_.options)
         options.pop("add_generation_prompt", None)
@@ -124,8 +129,18 @@ class Chat:
     # Texts and ids.
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text whose special tokens stand in it."""
-        return self._core.encode(text, add_special_tokens=False).ids
+        """Ids of a text whose special tokens stand in it.
+
+        Raises ValueError where it has a token that the model does not have.
+        """
+        ids = self._core.encode(text, add_special_tokens=False).ids
+        if (highest := max(ids, default=0)) >= self.num_ids:
+            token = self._core.id_to_token(highest)
+            raise ValueError(
+                f"a text holds the token {token!r} of the tokenizer, whose id is {highest}, and "
+                f"the model has {self.num_ids} ids: take it out of what a tool or an episode says"
+            )
+        return ids
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of ids, with or without special tokens."""

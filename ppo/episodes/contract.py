@@ -194,6 +194,8 @@ class ChatFormat(NamedTuple):
     """passed on to the template (data.apply_chat_template_kwargs)"""
     tool_format: ToolFormat
     """how the model writes tool calls; auto is resolved"""
+    num_ids: int | None = None
+    """ids from 0 on that the model has; None = all of the tokenizer"""
 
 
 def segment_uid(uid: int, segment: int) -> int:

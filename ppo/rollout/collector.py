@@ -215,7 +215,7 @@ def open_collector(
     )
     on_gpu = run.mesh.device.type == "cuda"
     is_foreign = config.rollout.engine_kind(cuda=on_gpu) != "torch" and config.model.verify_forward
-    with closing(engine), open_episodes(config, run, prompts.tokenizer, stops) as episodes:
+    with closing(engine), open_episodes(config, run, prompts, stops) as episodes:
         yield Collector(
             config=config,
             run=run,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ppo.batch.conversations import Conversation, Segment
 from ppo.batch.samples import Samples
 from ppo.config import Config, RolloutConfig
 from ppo.data.dataset import Prompt
+from ppo.data.prompts import PromptSets
 from ppo.engines.contract import Completion, Completions, Engine, SamplingParams
 from ppo.episodes import contract
 from ppo.episodes.chat import chat_format
@@ -29,9 +30,6 @@ from ppo.metrics import Metrics
 from ppo.rollout.generate import ScoresToCome, make_requests, spread
 from ppo.rollout.turns import Limits, run_episodes
 from ppo.run.run import Run
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 FINISHES = ("done", "max_turns", "length", "timeout", "error")
 
@@ -210,10 +208,7 @@ def log_episodes(results: Sequence[EpisodeResult], metrics: Metrics) -> None:
 
 @contextmanager
 def open_episodes(
-    config: Config,
-    run: Run,
-    tokenizer: "PreTrainedTokenizerBase",
-    stop_token_ids: tuple[int, ...],
+    config: Config, run: Run, prompts: PromptSets, stop_token_ids: tuple[int, ...]
 ) -> Iterator[Episodes | None]:
     """Start the processes of the leaders; None without rollout.episode. Collective.
 
@@ -234,10 +229,11 @@ def open_episodes(
                     EpisodePool(
                         EpisodeProgram(keys.path, keys.name),
                         chat_format(
-                            tokenizer,
+                            prompts.tokenizer,
                             stop_token_ids,
                             options=config.data.apply_chat_template_kwargs,
                             tool_format=keys.tool_format,
+                            num_ids=prompts.num_ids,
                         ),
                         limits_of(config),
                         num_workers=workers,

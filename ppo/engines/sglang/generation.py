@@ -86,10 +86,20 @@ class Served:
         return ended
 
     def metrics(self) -> dict[str, float]:
-        """rollout/* of this generation, which ends with this."""
+        """rollout/* of this generation, which ends with this.
+
+        Where requests run whose completions nobody wants any more, `close` drops them: to wait for
+        them would take as long as they do.
+        """
         if self._stream is None:
             return {}
         seconds = time.monotonic() - self._started
+        known = {
+            "rollout/tokens_per_s": self._num_tokens / seconds,
+            "rollout/kv_tokens": float(self._cache.tokens),
+        }
+        if self._unfinished:
+            return known
         sums = self._stream.finish()
         if not self._num_requests:
             return {}
@@ -97,9 +107,7 @@ class Served:
         running = min(self._num_requests, self._cache.sequences)
         tokens = sums.prompt_tokens + self._num_tokens
         loads = sums.loads or [(running, min(1.0, tokens / self._cache.tokens))]
-        return {
-            "rollout/tokens_per_s": self._num_tokens / seconds,
-            "rollout/kv_tokens": float(self._cache.tokens),
+        return known | {
             "rollout/kv_util": max(used for _, used in loads),
             "rollout/num_running_mean": sum(count for count, _ in loads) / len(loads),
             "rollout/cache_hit": sums.cached_tokens / sums.prompt_tokens,

@@ -594,7 +594,7 @@ def test_what_an_engine_without_a_table_is_sent_fits_into_the_plan(vocab, bucket
     import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    from ppo.engines.sglang.sync import WeightSync
+    from ppo.engines.sglang.sync import Parcel, WeightSync
     from sharding.mesh import ParallelDims, build_mesh, init_distributed
     from tests.peak_memory import PeakTracker
 
@@ -610,7 +610,7 @@ def test_what_an_engine_without_a_table_is_sent_fits_into_the_plan(vocab, bucket
         module = AutoModelForCausalLM.from_config(hf_config)
         sync = WeightSync(module, mesh, num_ids=vocab, dtype=torch.float32, bucket_mib=bucket)
         with PeakTracker(cpu) as tracker:
-            for parcel in sync._whole():
+            for _, parcel in sync._stages(Parcel([], [], torch.zeros(1)), None):
                 del parcel
     planned = replace(
         plan(

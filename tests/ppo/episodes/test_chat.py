@@ -243,3 +243,17 @@ def test_texts_and_ids_are_those_of_transformers(shape: str) -> None:
             return_dict=False,
         )
         assert ours == wanted, json.dumps(tools)
+
+
+def test_a_text_with_a_token_that_the_model_does_not_have_is_refused_where_it_is_encoded():
+    whole = format_of("Qwen2.5")
+    number = Chat(whole).num_ids
+    last = Chat(whole)._core.id_to_token(number - 1)
+    assert Chat(whole).encode(f"a {last} page")[-1] < number
+    smaller = Chat(whole._replace(num_ids=number - 1))
+    smaller.check()
+    with pytest.raises(ValueError, match=rf"id is {number - 1}, and the model has {number - 1} i"):
+        smaller.encode(f"a {last} page")
+    messages = [{"role": "tool", "content": f"found {last}"}]
+    with pytest.raises(ValueError, match="take it out of what a tool or an episode says"):
+        smaller.between(Turn(last_id=id_of("<|im_end|>")), messages, None)

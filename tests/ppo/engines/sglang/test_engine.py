@@ -297,6 +297,17 @@ def _check_abandoned(session: Session) -> None:
     assert time.monotonic() - started < FAULT_S
     session.wake()
     session.generate([[5, 6, 7]])
+    # episodes end while a turn of theirs is sampled: nobody waits for it, and nothing of it is left
+    params = SamplingParams(max_new_tokens=MAX_MODEL_LEN, ignore_eos=True)
+    generation = session.engine.begin(params, longest_prompt=8, most=64)
+    generation.submit([Request(number, [5, 6]) for number in range(3_000)])
+    ended = generation.advance(0.05)
+    assert len(ended) < 3_000 and generation.metrics().keys() <= {
+        "rollout/tokens_per_s",
+        "rollout/kv_tokens",
+    }
+    generation.close()
+    session.generate([[5, 6, 7]])
 
 
 def _check_exception(session: Session) -> None:
