@@ -4,6 +4,8 @@ Owns the two modules that such a file imports, which stand in for verl's: `verl.
 and, as far as tools return it, `verl.tools.schemas`. Tools that need more of verl are not for it.
 """
 
+import math
+import numbers
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import Any
 from ppo.episodes.contract import EpisodeError
 from ppo.episodes.policy import Episode, Policy
 from ppo.episodes.schemas import schema_of
-from ppo.episodes.tools import Tool, answer, as_text
+from ppo.episodes.tools import Tool, answer, said_by
 from ppo.plugin import load_module
 
 
@@ -35,13 +37,10 @@ def load_function_tools(path: str) -> Episode:
         while reply.tool_calls:
             messages = []
             for call in reply.tool_calls:
-                got = await answer(call, tools, **policy.tool_limits)
-                text, reward = got.text, 0.0
-                if got.status == "ok":
-                    text, reward = _returned(got.value)
-                messages.append(policy.answered(call, got._replace(text=text)))
-                if reward:
-                    policy.reward(reward)
+                got = await answer(call, tools, **policy.tool_limits, read=_returned)
+                messages.append(policy.answered(call, got))
+                if got.reward:
+                    policy.reward(got.reward)
             reply = await policy.chat(messages)
 
     return episode
@@ -73,7 +72,16 @@ def _registered(path: str) -> list[Tool]:
 
 
 def _returned(value: Any) -> tuple[str, float]:
-    """Text and reward of a response, (response, reward) or (response, reward, metrics)."""
-    response, *others = value if isinstance(value, tuple) and value else (value,)
-    reward = float(others[0] or 0.0) if others else 0.0
-    return as_text(response.text if isinstance(response, ToolResponse) else response), reward
+    """Text and reward of a response, (response, reward) or (response, reward, metrics).
+
+    Another tuple is a response as a whole, unless a ToolResponse stands in it: ValueError then.
+    """
+    response, reward = value, None
+    if isinstance(value, tuple) and 1 <= len(value) <= 3:
+        first, second, *_ = (*value, None)
+        if second is None or (isinstance(second, numbers.Real) and math.isfinite(second)):
+            response, reward = first, second
+        elif isinstance(first, ToolResponse):
+            raise ValueError(f"its reward is {second!r:.80}, not a finite number")
+    text = said_by(response.text if isinstance(response, ToolResponse) else response)
+    return text, float(reward or 0.0)

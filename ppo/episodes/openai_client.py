@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ppo.episodes.policy import Policy, Reply
+from ppo.episodes.tools import text_of_parts
 
 FINISH = {"stop": "stop", "stop_text": "stop", "length": "length"}
 
@@ -65,6 +66,7 @@ class OpenAIClient:
         **unused: Any,  # temperature and the like are those of the run
     ) -> dict[str, Any]:
         known, policy, new = self._conversation([_plain(message) for message in messages], tools)
+        known.clear()  # who asks meanwhile for what goes on from here gets a branch
         reply = await policy.chat(
             new, tools=tools, stop=stop or (), max_tokens=max_completion_tokens or max_tokens
         )
@@ -78,14 +80,16 @@ class OpenAIClient:
         """What is known of a conversation, the policy in it, and the messages that are new."""
         identities = [_identity(message) for message in messages]
         for known, policy in sorted(self._begun, key=lambda begun: -len(begun[0])):
-            if known and identities[: len(known)] == known:
-                return known, policy, messages[len(known) :]
+            added = messages[len(known) :]
+            is_ours = not any(message.get("role") == "assistant" for message in added)
+            if known and identities[: len(known)] == known and is_ours:
+                return known, policy, added
         begun: tuple[list[Any], Policy]
         if not self._begun:
             begun = [], self._policy
             new = messages
         else:
-            begun = [], self._policy.branch(messages, tools=tools)
+            begun = [], self._policy.branch(messages, tools=tools or [])
             new = []
         self._begun.append(begun)
         return *begun, new
@@ -115,9 +119,7 @@ def _plain(message: Any) -> dict[str, Any]:
     """A message as chat templates take it: parts of text as one, arguments of calls as objects."""
     made = {name: value for name, value in _mapping(message).items() if value is not None}
     content = made.get("content", "")
-    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
-        content = "".join(part["text"] for part in content)
-    made["content"] = content
+    made["content"] = text_of_parts(content) if isinstance(content, list) else content
     if calls := made.get("tool_calls"):
         made["tool_calls"] = [_plain_call(call) for call in calls]
     return made

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 from ppo.episodes.chat import Chat, Message, Turn
 from ppo.episodes.contract import MOST_SEGMENTS, EpisodeSpec, Finish, Limits
+from ppo.episodes.threads import EpisodeThread
 from ppo.episodes.tool_calls import Said, ToolCall, take_apart
-from ppo.episodes.tools import Answer, Threads, Tool, answer, as_text, as_tool
+from ppo.episodes.tools import Answer, Tool, answer, as_text, as_tool, text_of_parts
 
 LONGEST_TOKEN = 32
 """characters a token at most, when a text is judged too long without being encoded"""
@@ -72,7 +73,7 @@ class Shared:
     chat: Chat
     limits: Limits
     link: Link
-    threads: Threads
+    thread: EpisodeThread
     turns: int = 0
     segments: int = 0
     score: float | None = None
@@ -92,11 +93,12 @@ class Policy:
         self._segment = shared.segments
         shared.segments += 1
         self._tools: list[Tool] = []
-        self._messages: list[dict[str, Any]] = list(parent._messages) if parent else []
+        self._messages: list[dict[str, Any]] = parent.messages if parent else []
         self._turn: Turn | None = parent._turn if parent else None  # None: it has not begun
         self._beginning: list[dict[str, Any]] = []  # messages that it will begin with
         self._used = parent._used if parent else 0  # tokens behind the prompt
         self._has_sampled = False
+        self._waits = False  # for a turn of the engine
 
     # For an episode's code.
 
@@ -141,9 +143,15 @@ class Policy:
 
         Raises:
             EpisodeOver: a limit is reached; nothing is said then.
-            ValueError: a message that the chat template refuses, tools that are not those shown.
+            ValueError: a message that the chat template refuses, tools that are not those shown, a
+                turn of the policy among the messages, or one that is waited for.
         """
         said = [self._fitting(message) for message in _flat(messages)]
+        if self._turn is not None and any(message["role"] == "assistant" for message in said):
+            raise ValueError(
+                "policy.chat: this conversation has the policy's turns already: pass what is new "
+                "alone; policy.branch(messages) begins one with turns of your own"
+            )
         self._take_turn()
         if tools is not None:
             self._show(list(tools))
@@ -199,12 +207,14 @@ class Policy:
             raise ValueError(f"an episode has at most {MOST_SEGMENTS} conversations")
         said = [self._fitting(message) for message in _flat(messages)]
         goes_on = not said and self._turn is not None
+        if goes_on:
+            self._check_rests()
         branch = Policy(self._shared, parent=self if goes_on else None)
         branch._tools = list(self._tools) if tools is None else [as_tool(t) for t in tools]
         if goes_on:
             self._shared.link.tell("fork", branch._segment, parent=self._segment)
         else:
-            branch._beginning = said or list(self._beginning)
+            branch._beginning = said or [dict(message) for message in self._beginning]
         return branch
 
     async def run_tools(self, reply: Reply) -> list[dict[str, Any]]:
@@ -235,11 +245,11 @@ class Policy:
     def tool_limits(self) -> dict[str, Any]:
         """Arguments of `tools.answer`."""
         limit = self._shared.limits.tool_timeout_s
-        return {"threads": self._shared.threads, "timeout_s": limit}
+        return {"thread": self._shared.thread, "timeout_s": limit}
 
     async def in_thread(self, function: Callable[[], Any]) -> Any:
         """Run synchronous code of the user, within the time of the episode."""
-        return await self._shared.threads.run(function, self._shared.limits.timeout_s)
+        return await self._shared.thread.run(function, self._shared.limits.timeout_s)
 
     def end_as(self, finish: str) -> None:
         """Why the episode ends, where its code has caught EpisodeOver."""
@@ -247,7 +257,15 @@ class Policy:
 
     # Inside.
 
+    def _check_rests(self) -> None:
+        if self._waits:
+            raise ValueError(
+                "this conversation waits for a turn already, or has given one up that it waited "
+                "for: policy.branch() first, then ask both"
+            )
+
     def _take_turn(self) -> None:
+        self._check_rests()
         if self.turns_left <= 0:
             raise EpisodeOver("max_turns")
         if self.tokens_left <= 0:
@@ -295,9 +313,10 @@ class Policy:
         most = min(self.tokens_left, max_tokens or self.tokens_left)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         self._shared.turns += 1
+        self._waits = True  # for ever where its code gives up: the engine has that turn
         ids, finish = await self._shared.link.sample(self._segment, most, [s for s in stops if s])
         self._used += len(ids)
-        self._has_sampled = True
+        self._has_sampled, self._waits = True, False
         raw = self._shared.chat.text_of(ids)
         said = self._taken_apart(raw)
         self._turn = Turn(ids[-1] if ids else None, said.calls, said.reasoning)
@@ -316,8 +335,8 @@ class Policy:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"a message needs a role and a content: {message!r}"[:500])
         content = message.get("content")
-        text = content if isinstance(content, list) else self._cut(as_text(content))
-        return {**message, "content": text}
+        text = text_of_parts(content) if isinstance(content, list) else as_text(content)
+        return {**message, "content": self._cut(text)}
 
     def _cut(self, text: str) -> str:
         limits = self._shared.limits

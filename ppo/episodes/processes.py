@@ -67,14 +67,21 @@ class _Slot:
     heard: float
     is_ready: bool = False
     is_stuck: bool = False
-    """threads hang in it: it gets no new episodes and is replaced when it has none"""
+    """threads hang in it, by its last sign of life"""
+    has_dropped: bool = False
+    """episodes go on in it that were dropped"""
     episodes: dict[int, Running] = field(default_factory=dict)
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether it gets no new episodes, and is replaced when it has none."""
+        return self.is_stuck or self.has_dropped
 
     @property
     def takes_more(self) -> bool:
         """Whether it may get an episode; not when one has it to itself."""
         lent = any(running.alone for running in self.episodes.values())
-        return self.is_ready and not self.is_stuck and not lent
+        return self.is_ready and not self.is_worn and not lent
 
 
 class Processes:
@@ -115,7 +122,7 @@ class Processes:
     def drop_all(self) -> None:
         """Forget all episodes; processes that had some are replaced, as these go on in them."""
         for slot in self._slots:
-            slot.is_stuck = slot.is_stuck or bool(slot.episodes)
+            slot.has_dropped = slot.has_dropped or bool(slot.episodes)
             slot.episodes.clear()
         self._queue.clear()
 
@@ -157,7 +164,7 @@ class Processes:
         """Put a new process in the place of each that is dead, late, silent or worn out."""
         now = time.monotonic()
         for place, slot in enumerate(self._slots):
-            if slot.is_stuck and not slot.episodes:
+            if slot.is_worn and not slot.episodes:
                 slot.worker.kill()
                 self._slots[place] = self._start()
                 continue

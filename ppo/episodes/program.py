@@ -6,7 +6,9 @@ Owns the kinds. Must not know processes.
 import ast
 import inspect
 import math
+import numbers
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,8 @@ def check_program(program: EpisodeProgram) -> None:
         if not len(given) - options <= 2 <= len(given) and found.args.vararg is None:
             names = ", ".join(arg.arg for arg in given)
             raise EpisodeError(f"{where}({names}) must take (row, policy)")
-    if isinstance(found, ast.ClassDef) and not found.bases and "reset" not in _methods(found):
-        raise EpisodeError(f"{where} has no method reset(self, **row), as environments have")
+    if isinstance(found, ast.ClassDef):
+        _check_class(found, where)
 
 
 def load_program(program: EpisodeProgram) -> Episode:
@@ -48,7 +50,11 @@ def load_program(program: EpisodeProgram) -> Episode:
     if inspect.isclass(found):
         from ppo.episodes.environments import episode_of
 
-        return episode_of(found)
+        try:
+            return episode_of(found)
+        except ValueError as error:
+            where = f"rollout.episode: {program.path}: {program.name}"
+            raise EpisodeError(f"{where} {error}") from error
     if not inspect.iscoroutinefunction(found):
         raise EpisodeError(
             f"rollout.episode: {program.path}: {program.name} must be `async def "
@@ -65,10 +71,13 @@ def read_score(value: Any) -> tuple[float | None, dict[str, float]]:
     if isinstance(value, Mapping):
         if "score" not in value:
             raise ValueError('the dict that an episode returns needs the key "score"')
-        others = {str(k): v for k, v in value.items() if k != "score"}
-        extra = {k: float(v) for k, v in others.items() if isinstance(v, int | float)}
+        extra: dict[str, float] = {}
+        for name, number in value.items():  # numpy's numbers too
+            with suppress(OverflowError):
+                if name != "score" and isinstance(number, numbers.Real) and math.isfinite(number):
+                    extra[str(name)] = float(number)
         score, _ = read_score(value["score"])
-        return score, {k: v for k, v in extra.items() if math.isfinite(v)}
+        return score, extra
     if value is None:
         return None, {}
     try:
@@ -94,5 +103,25 @@ def _has_function_tools(program: EpisodeProgram) -> bool:
     return any(name.rpartition(".")[2] == "function_tool" for name in names)
 
 
-def _methods(found: ast.ClassDef) -> set[str]:
-    return {n.name for n in found.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+def _check_class(found: ast.ClassDef, where: str) -> None:
+    """As far as an environment can be judged without its bases and decorators."""
+    methods = {
+        n.name: n for n in found.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    if not found.bases and "reset" not in methods:
+        raise EpisodeError(f"{where} has no method reset(self, **row), as environments have")
+    reset, made = methods.get("reset"), methods.get("__init__")
+    if reset is not None and not reset.decorator_list:
+        given = [*reset.args.posonlyargs, *reset.args.args]
+        if not given and reset.args.vararg is None:
+            raise EpisodeError(f"{where}.reset must take self: reset(self, **row)")
+    if made is not None and not made.decorator_list:
+        given = made.args.posonlyargs + made.args.args
+        needed = [arg.arg for arg in given[1 : len(given) - len(made.args.defaults)]]
+        named = zip(made.args.kwonlyargs, made.args.kw_defaults, strict=True)
+        needed += [arg.arg for arg, default in named if default is None]
+        if needed:
+            raise EpisodeError(
+                f"{where}.__init__ needs {', '.join(needed)}: an environment is made without "
+                "arguments; give them defaults, or read the row in reset(self, **row)"
+            )

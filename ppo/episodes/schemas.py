@@ -27,10 +27,14 @@ _ARGUMENT = re.compile(r"^\s*(\w+):\s*(.*?)(?=^\s*\w+:|\Z)", re.MULTILINE | re.D
 _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
-def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """A function or bound method as a tool. Raises ValueError, which names it and what it lacks."""
+def schema_of(function: Callable[..., Any], doc: str | None = None) -> dict[str, Any]:
+    """A function or bound method as a tool. Raises ValueError, which names it and what it lacks.
+
+    Args:
+        doc: in the place of its docstring.
+    """
     name = getattr(function, "__name__", "tool")
-    doc = (inspect.getdoc(function) or "").strip()
+    doc = (doc or inspect.getdoc(function) or "").strip()
     if not doc:
         raise ValueError(f"the tool {name} has no docstring, which is what the model is told of it")
     what, arguments, returns = _sections(doc)

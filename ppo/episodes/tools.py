@@ -1,23 +1,22 @@
 """Tools: how one is called within a time limit, and what it answers.
 
-Owns threads of synchronous tools, and text out of whatever a tool returns. A tool may
-raise, hang, fork or return anything: the model is told, and nothing else happens. Must not know
-conversations or tokens.
+Owns the call, and text out of whatever a tool returns. A tool may raise, hang, fork or return
+anything: the model is told, and nothing else happens. Must not know conversations or tokens.
 """
 
-import asyncio
 import inspect
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ppo.episodes.schemas import schema_of
+from ppo.episodes.threads import EpisodeThread, TooSlow, within
 from ppo.episodes.tool_calls import ToolCall
-from ppo.rewards.forks import ended_in_children
 
 Status = Literal["ok", "error", "timeout", "parse_error"]
 ERROR_CHARS = 500
+PARTS = ("text", "image", "image_url", "video", "video_url", "audio", "input_audio")
+"""kinds of parts of a message's content, which they have under the name of their kind"""
 
 
 class Tool(NamedTuple):
@@ -37,48 +36,8 @@ class Answer(NamedTuple):
 
     text: str
     status: Status
-    value: Any = None
-    """as the tool has returned it"""
-
-
-class Threads:
-    """Threads in which the user's synchronous code runs: those that do not end are counted."""
-
-    def __init__(self) -> None:
-        self.stuck = 0
-        """threads that nobody waits for any more and that have not ended"""
-
-    async def run(self, function: Callable[[], Any], timeout_s: float | None) -> Any:
-        """What `function` returns or raises; TimeoutError after timeout_s, it goes on then."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-
-        def deliver(value: Any, error: BaseException | None) -> None:
-            if future.done():  # given up
-                self.stuck -= 1
-            elif error is None:
-                future.set_result(value)
-            else:
-                future.set_exception(error)
-
-        def body() -> None:
-            value, error = None, None
-            try:
-                with ended_in_children():
-                    value = function()
-            except BaseException as raised:  # SystemExit too: it is the tool that wants to end
-                error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
-                if isinstance(error, StopIteration):  # a future cannot hold it
-                    error = RuntimeError(repr(raised))
-            loop.call_soon_threadsafe(deliver, value, error)
-
-        threading.Thread(target=body, daemon=True).start()
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await future
-        finally:
-            if future.cancelled():
-                self.stuck += 1
+    reward: float = 0.0
+    """that the tool has returned beside it"""
 
 
 def as_tool(given: Any) -> Tool:
@@ -97,9 +56,18 @@ def as_tool(given: Any) -> Tool:
 
 
 async def answer(
-    call: ToolCall, tools: Sequence[Tool], *, threads: Threads, timeout_s: float
+    call: ToolCall,
+    tools: Sequence[Tool],
+    *,
+    thread: EpisodeThread,
+    timeout_s: float,
+    read: Callable[[Any], tuple[str, float]] = lambda value: (said_by(value), 0.0),
 ) -> Answer:
-    """Run one call. Never raises for what the call or the tool does wrong."""
+    """Run one call. Never raises for what the call or the tool does wrong.
+
+    Args:
+        read: text and reward of what a tool returns; a ValueError says what is wrong with it.
+    """
     if call.error is not None:
         return Answer(f"Error: {call.error}", "parse_error")
     tool = next((tool for tool in tools if tool.name == call.name), None)
@@ -113,22 +81,41 @@ async def answer(
     function, arguments = tool.call, call.arguments
     try:
         if inspect.iscoroutinefunction(function):
-            async with asyncio.timeout(timeout_s):
-                value = await function(**arguments)
+            value = await within(timeout_s, function(**arguments))
         else:
-            value = await threads.run(lambda: function(**arguments), timeout_s)
+            value = await thread.run(lambda: function(**arguments), timeout_s)
             if inspect.isawaitable(value):
-                async with asyncio.timeout(timeout_s):
-                    value = await value
-        return Answer(as_text(value), "ok", value)
-    except TimeoutError:
+                value = await within(timeout_s, value)
+        text, reward = read(value)
+        return Answer(text, "ok", reward)
+    except TooSlow:
         return Answer(f"Error: {call.name} took longer than {timeout_s:g} s", "timeout")
     except Exception as error:  # of the tool: the model is told, as TRL does
-        return Answer(as_text(f"Error: {error or type(error).__name__}")[:ERROR_CHARS], "error")
+        return Answer(
+            as_text(f"Error: {str(error) or type(error).__name__}")[:ERROR_CHARS], "error"
+        )
+
+
+def said_by(value: Any) -> str:
+    """Text of what a tool has returned. Raises ValueError for an image."""
+    is_content = isinstance(value, list) and value and all(map(_is_part, value))
+    return text_of_parts(value) if is_content else as_text(value)
+
+
+def text_of_parts(content: Sequence[Any]) -> str:
+    """The text of a message's content in parts. Raises ValueError for what is no text."""
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or "text" not in part:
+            raise ValueError(f"{str(part)[:80]}: text alone is read, no images or other parts")
+    return "".join(as_text(part["text"]) for part in content)
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.get("type") in PARTS and value["type"] in value
 
 
 def as_text(value: Any) -> str:
-    """Text of what a tool has returned: valid Unicode, whatever it was."""
+    """Text of any value: valid Unicode, whatever it was."""
     if isinstance(value, bytes | bytearray):
         return bytes(value).decode("utf-8", "replace")
     if value is None:

@@ -24,7 +24,7 @@ from ppo.episodes.chat import Chat
 from ppo.episodes.contract import EpisodeError, EpisodeSpec, Limits
 from ppo.episodes.policy import Episode, EpisodeOver, Policy, Sampled, Shared
 from ppo.episodes.program import load_program, read_score
-from ppo.episodes.tools import Threads
+from ppo.episodes.threads import EpisodeThread, Hung
 from ppo.episodes.transcript import as_line
 from ppo.rewards.confine import confine
 from ppo.rewards.forks import ended_in_children
@@ -54,7 +54,8 @@ class Worker:
 
     def __init__(self, channel: Connection, chat: Chat, limits: Limits, episode: Episode) -> None:
         self._channel, self._chat, self._limits, self._episode = channel, chat, limits, episode
-        self._threads = Threads()
+        self._hung = Hung()
+        self._num_late = 0
         self._sending = threading.Lock()
         self._waiting: dict[tuple[int, int], asyncio.Future[Sampled]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -99,8 +100,9 @@ class Worker:
         self._has_beaten = True
 
     def tell_of_life(self, episode: int | None, blocked_s: float) -> None:
-        """Who has the event loop, for how long, and how many threads hang."""
-        stuck = self._threads.stuck
+        """Who has the event loop, for how long, and how much may hang in this process."""
+        # what a late episode has left in threads that are not ours is not known
+        stuck = self._hung.number + self._num_late
         self.send({"alive": episode, "blocked_s": blocked_s, "stuck": stuck})
 
     def _take(self, message: tuple[Any, ...]) -> None:
@@ -116,7 +118,8 @@ class Worker:
     async def _run(self, spec: EpisodeSpec) -> None:
         """One episode, whatever its code does."""
         link = _Link(self, spec.number)
-        shared = Shared(spec, self._chat, self._limits, link, self._threads)
+        thread = EpisodeThread(self._hung)
+        shared = Shared(spec, self._chat, self._limits, link, thread)
         policy = Policy(shared)
         ending: dict[str, Any] = {}
         limit = asyncio.timeout(self._limits.timeout_s)
@@ -131,6 +134,7 @@ class Worker:
             ending = {"score": shared.score}
         except BaseException as error:  # of the user's code: anything, cancelling itself too
             late = isinstance(error, TimeoutError) and limit.expired()
+            self._num_late += late
             reason = f"no end after {self._limits.timeout_s:g} s" if late else _format(error)
             ending = {"failed": "timeout" if late else "error", "reason": reason}
         ending |= {"finish": shared.finish, "messages": policy.messages}
@@ -139,8 +143,9 @@ class Worker:
         except (TypeError, ValueError, RecursionError):  # what its code has put into a message
             link.tell("end", 0, **ending | {"messages": []})
         link.is_closed = True
+        thread.close()
         del self._tasks[spec.number]
-        if self._threads.stuck:
+        if self._hung.number or self._num_late:
             self.tell_of_life(None, 0.0)
 
     @types.coroutine

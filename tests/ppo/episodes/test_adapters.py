@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ppo.episodes.contract import EpisodeProgram, EpisodeResult, EpisodeSpec, TurnRequest
+from ppo.episodes.contract import (
+    EpisodeError,
+    EpisodeProgram,
+    EpisodeResult,
+    EpisodeSpec,
+    TurnRequest,
+)
 from ppo.episodes.pool import EpisodePool
+from ppo.episodes.program import load_program
 from tests.ppo.episodes.scripted import END, LIMITS, check_segment, ids_of, play, spec, text_of
 from tests.ppo.episodes.shapes import format_of
 
@@ -66,6 +73,49 @@ class Counter:
     async def get_reward(self) -> float:
         return self.count / 10
 '''
+# as those are that need one thread, and with other names than tools in the class
+BOUND = '''
+import dataclasses, threading, time
+
+class Seen:
+    def look(self) -> str:
+        """Looks about."""
+
+@dataclasses.dataclass
+class Bound(Seen):
+    made: object = dict
+
+    class Settings:
+        """Settings."""
+
+    @staticmethod
+    def helper(x: int) -> int:
+        """Helps."""
+
+    def __post_init__(self):
+        time.sleep(0.02)
+        self._idents = [threading.get_ident()]
+
+    def reset(self):
+        self._idents.append(threading.get_ident())
+        return " Bound"
+
+    def same(self) -> bool:
+        """Whether it is the thread in which it was made."""
+        time.sleep(0.02)
+        self._idents.append(threading.get_ident())
+        return len(set(self._idents)) == 1
+
+    def wait(self):
+        """Takes too long."""
+        time.sleep(600)
+
+    def look(self) -> str:
+        return type(self).__name__
+
+    def get_reward(self) -> float:
+        return float(self._idents[-1] == threading.get_ident() and len(set(self._idents)) == 2)
+'''
 # as the page on agent loops in verl's documentation has its tools
 VERL = '''
 from verl.tools.function_tool import function_tool
@@ -90,11 +140,21 @@ async def search(query: str):
     """
     return ToolResponse(text=f"about {query}"), 0.5, {"hits": 1}
 
+@function_tool
+def pair(a: str):
+    """Two texts, or a reward that is none.
+
+    Args:
+        a: what
+    """
+    return (ToolResponse(text=a), a) if a == "odd" else (a, a)
+
 @function_tool("raw", schema={"type": "function", "function": {"name": "raw", "parameters": {}}})
 def anything(**kwargs):
     return {"got": sorted(kwargs), "from": __name__}
 '''
 OPENAI = """
+import asyncio
 from ppo.episodes.openai_client import OpenAIClient
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -114,6 +174,11 @@ async def load(row, policy):
     said = await client.post("/chat/completions", body=asked)
     assert said.choices[0].finish_reason == "length" and said.choices[0].message.tool_calls is None
     other = await create(model="m", messages=[{"role": "user", "content": "Judge."}])
+    # two that go on from the same turn at once, and one with a turn that is not the policy's
+    said = [{"role": "user", "content": "Judge."}, other.choices[0].message]
+    more = [*said, {"role": "user", "content": "Why?"}]
+    await asyncio.gather(create(messages=more), create(messages=more))
+    await create(messages=[*more, {"role": "assistant", "content": "so"}, *more[2:]])
     return float(other.choices[0].message.content)
 """
 
@@ -125,11 +190,12 @@ def run(
     specs: Sequence[EpisodeSpec],
     script: Callable[[TurnRequest], str],
     seen: list[TurnRequest] | None = None,
+    **changes: float,
 ) -> dict[int, EpisodeResult]:
     path = tmp_path / "mine.py"
     path.write_text(textwrap.dedent(text))
     program = EpisodeProgram(str(path), name)
-    limits = LIMITS._replace(max_prompt_length=2000, max_response_length=2000)
+    limits = LIMITS._replace(max_prompt_length=2000, max_response_length=2000, **changes)
     with EpisodePool(program, format_of("Qwen2.5"), limits, num_workers=1) as pool:
         results = play(pool, specs, script, seen=seen)
     for result in results.values():
@@ -176,15 +242,52 @@ def test_an_environment_that_owns_its_reward(tmp_path: Path) -> None:
     assert begun.endswith(f"user\nGo. Count on.{END}\n<|im_start|>assistant\n")
 
 
+def test_an_environment_has_one_thread_while_others_have_theirs(tmp_path: Path) -> None:
+    turns = [call("same") + call("wait") + call("look"), call("same") + call("look"), "1"]
+    specs, asked = [spec(number) for number in range(6)], []
+    results = run(
+        tmp_path, BOUND, "Bound", specs, lambda r: turns[r.turn], asked, tool_timeout_s=0.5
+    )
+    for result in results.values():
+        told = [m["content"] for m in result.messages if m["role"] == "tool"]
+        too_slow = "Error: wait took longer than 0.5 s"
+        assert told == ["true", too_slow, "Bound", "false", "Bound"]  # it has kept that thread
+    assert sum(result.score == 1.0 for result in results.values()) == len(specs)
+    begun = text_of(asked[0].prompt_ids)
+    assert '"look"' in begun and "Looks about." in begun and "user\nGo. Bound" in begun
+    assert not [name for name in ("Settings", "helper", "made") if f'"{name}"' in begun]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("def __init__(self, *, n): pass\n    def reset(self): pass", "needs n"),
+        ("def reset(self, x, /): pass", "does not take x by name"),
+        ("def reset(): pass", "reset"),
+        ("def reset(self): pass\n    def go(self, a: int): pass", "public method go"),
+        ("def reset(self): pass\n    def go(self, a):\n        'Go.'", "a has no type"),
+    ],
+)
+def test_an_environment_that_cannot_work_is_refused_when_it_is_loaded(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(f"class Base:\n    {text}\n\nclass Odd(Base):\n    pass\n")
+    with pytest.raises(EpisodeError, match=rf"odd\.py: Odd .*{problem}"):
+        load_program(EpisodeProgram(str(path), "Odd"))
+
+
 def test_a_file_of_function_tools_of_verl(tmp_path: Path) -> None:
     turns = [
         call("add", a=2, b=3) + call("look_up", query="x"),
-        call("raw", b=1, a=2),
+        call("raw", b=1, a=2) + call("pair", a="x") + call("pair", a="odd"),
         "5",
     ]
     (result,) = run(tmp_path, VERL, "episode", [spec(0)], lambda r: turns[r.turn]).values()
     said = [m["content"] for m in result.messages if m["role"] == "tool"]
-    assert said == ["5", "about x", '{"got": ["a", "b"], "from": "mine"}']
+    assert said[:2] == ["5", "about x"]
+    assert said[2:4] == ['{"got": ["a", "b"], "from": "mine"}', '["x", "x"]']
+    assert said[4] == "Error: its reward is 'odd', not a finite number"
     (segment,) = result.segments
     assert segment.turn_rewards == [(len(ids_of(turns[0])), 0.5)]
     assert result.score is None  # reward.* scores its text
@@ -202,14 +305,16 @@ def test_a_client_as_openai_has_it(tmp_path: Path, has_openai: bool) -> None:
 
     asked: list[TurnRequest] = []
     (result,) = run(tmp_path, text, "load", [spec(0)], script, asked).values()
-    main, other = result.segments
+    main, other, *more = result.segments
     assert result.score == 7.0
     # the second request goes on with the tokens of the first; the third is a branch
-    first, second, third = asked
+    first, second, third, *rest = asked
+    assert len(more) == 2 and sorted(request.segment for request in rest) == [1, 2, 3]
     assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
     assert main.prompt_ids == first.prompt_ids and other.prompt_ids == third.prompt_ids
     assert second.max_tokens == 3 and "a wall" in text_of(second.prompt_ids)
     assert "Judge." in text_of(third.prompt_ids) and third.segment == 1
+    assert "look" in text_of(first.prompt_ids) and "look" not in text_of(third.prompt_ids)
 
 
 # as verifiers' documentation has them, up to 0.3

@@ -24,6 +24,7 @@ from tests.ppo.episodes.shapes import format_of, id_of
 
 NASTY = """
 import asyncio, os, signal, subprocess, sys, threading, time
+import numpy as np
 
 def adds(a: int, b: int = 1) -> int:
     '''Adds.
@@ -55,6 +56,11 @@ def does(what: str):
         case "fork": return "child" if os.fork() == 0 else "parent"
         case "start": return str(subprocess.Popen(["sleep", "600"]).pid)
         case "odd": return {"set": {1}}
+        case "late": raise TimeoutError("connecting took 2 s")
+        case "silent": raise ConnectionError
+        case "parts": return [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+        case "image": return [{"type": "text", "text": "a"}, {"type": "image", "image": b"..."}]
+        case "list": return [{"type": "book", "title": "x"}]
         case "modules": return str("torch" in sys.modules)
     return "done"
 
@@ -85,6 +91,19 @@ async def code(row, policy):
         case "reward": policy.reward(float("inf"))
         case "role": await policy.chat({"content": "who?"})
         case "ids": await policy.complete([10**6])
+        case "image": await policy.chat({"role": "user", "content": [{"type": "image"}]})
+        case "both": await asyncio.gather(policy.chat("a"), policy.chat("b"))
+        case "given up":
+            asking = asyncio.ensure_future(policy.chat("a"))
+            await asyncio.sleep(0)
+            asking.cancel()
+            await policy.complete("b")
+        case "behind":
+            asking = asyncio.ensure_future(policy.chat("a"))
+            await asyncio.sleep(0)
+            policy.branch()
+        case "whole": await policy.chat([*policy.messages, {"role": "user", "content": "b"}])
+        case "thread": await asyncio.to_thread(time.sleep, 600)
         case "message":
             await policy.chat({"role": "user", "content": "x", "odd": object()})
             return 0.5
@@ -102,16 +121,25 @@ async def two_rewards(row, policy):
     policy.reward(1); policy.reward(0.5)
     reply = await policy.complete(" <result>42</result>", max_tokens=4)
     policy.reward(2)
-    return {"score": 1, "length": len(reply.ids), "finish": reply.finish, "bad": float("nan")}
+    said = {"length": len(reply.ids), "half": np.float32(0.5), "turns": np.int64(2)}
+    return {"score": 1, **said, "finish": reply.finish, "bad": float("nan"), "huge": 10**400}
 
 async def branches(row, policy):
     reply = await policy.chat()
     goes_on = policy.branch()
-    other = policy.branch({"role": "user", "content": "Sum up: " + reply.text})
+    parts = [{"type": "text", "text": "Sum up: "}, {"type": "text", "text": reply.text}]
+    other = policy.branch({"role": "user", "content": parts})
     await asyncio.gather(goes_on.chat("left"), policy.chat("right"), other.chat())
     try: goes_on.branch().reward(1)
     except ValueError as error: assert "no sampled token" in str(error)
     return 3
+
+async def shared(row, policy):
+    await policy.chat("a")
+    before = policy.messages
+    await policy.branch().complete(" more")
+    assert policy.messages == before
+    return 1.0
 
 async def loops(row, policy):
     policy.score = 0.75
@@ -182,6 +210,11 @@ def test_whatever_a_tool_does_the_model_is_told_and_other_episodes_go_on(
         12: [call("adds", a="x"), "1"],
         13: [bad("long")],
         14: [call("adds", a=1) + call("adds", a=2), "1"],
+        15: [bad("late"), "1"],
+        16: [bad("silent"), "1"],
+        17: [bad("parts"), "1"],
+        18: [bad("image"), "1"],
+        19: [bad("list"), "1"],
     }
     results = play(pool, [spec(number) for number in said], tool_script(said))
     assert log.stat().st_size > 10_000_000  # what was printed
@@ -196,6 +229,10 @@ def test_whatever_a_tool_does_the_model_is_told_and_other_episodes_go_on(
     assert "unexpected keyword argument 'c'" in texts[9] or "missing" in texts[9]
     assert "malformed call of a tool" in texts[10] and texts[11] == "False"
     assert "Error: can only concatenate" in texts[12]
+    assert texts[15] == "Error: connecting took 2 s"  # its limit, not ours
+    assert texts[16] == "Error: ConnectionError"
+    assert texts[17] == "a b" and texts[19] == '[{"type": "book", "title": "x"}]'
+    assert "text alone is read" in texts[18]
     for number, result in results.items():
         assert result.failed is None, result.reason
         assert result.score == (0.25 if number == 13 else 1.0)
@@ -204,8 +241,8 @@ def test_whatever_a_tool_does_the_model_is_told_and_other_episodes_go_on(
     # 10 MB do not fit: the episode ended before they were appended
     assert results[13].finish == "length" and results[13].counts["observation_tokens"] == 0
     counts = {name: sum(r.counts[name] for r in results.values()) for name in results[0].counts}
-    assert counts["tool_calls"] == 16 and counts["turns"] == 29
-    assert counts["parse_error"] == 3 and counts["tool_error"] == 3
+    assert counts["tool_calls"] == 21 and counts["turns"] == 39
+    assert counts["parse_error"] == 3 and counts["tool_error"] == 6
     assert counts["tool_timeout"] == counts["env_error"] == 0
 
 
@@ -293,6 +330,15 @@ def test_what_a_tool_has_started_ends_with_its_process(
         assert time.monotonic() - start < 10
         again = play(pool, [spec(0)], lambda request: "1")
         assert again[0].score == 1.0
+        # an episode that is dropped while it waits takes its process with it, too
+        pool.begin([spec(0)])
+        assert pool.poll(30.0)[0]
+        before = pool.pids
+        pool.abort()
+        deadline = time.monotonic() + 10
+        while pool.pids == before and time.monotonic() < deadline:
+            pool.poll(0.05)
+        assert pool.pids != before
         start = time.monotonic()
     assert time.monotonic() - start < 10
     deadline = time.monotonic() + 5
@@ -311,8 +357,11 @@ def _is_running(pid: int) -> bool:
 def test_an_environment_that_crashes_masks_its_episode_and_is_counted(pool: EpisodePool) -> None:
     kinds = ["raise", "exit", "text", "nan", "cancel", "reward", "role", "ids", "swallow"]
     good = ["fork", "message", "fine"]
-    rows = [spec(i, kind="code", does=does) for i, does in enumerate([*kinds, *good])]
+    asks = ["image", "both", "given up", "behind", "whole"]
+    rows = [spec(i, kind="code", does=does) for i, does in enumerate([*kinds, *good, *asks])]
+    pids = pool.pids
     results = play(pool, rows, lambda request: "hello")
+    assert pool.pids == pids  # nothing of this costs a process
     reasons = ["broken environment", "SystemExit", "str, not a number", "not finite"]
     reasons += ["Cancelled", "not a finite number", "a message needs a role", "ids must lie below"]
     for number, reason in enumerate(reasons):
@@ -325,6 +374,10 @@ def test_an_environment_that_crashes_masks_its_episode_and_is_counted(pool: Epis
     # a limit is no Exception: code that catches these does not go on
     assert results[8].failed is None and results[8].finish == "length"
     assert [results[i].score for i in (9, 10, 11)] == [1.0, 0.5, 1.0]
+    waits = ["waits for a turn already"] * 3
+    reasons = ["text alone is read", *waits, "pass what is new alone"]
+    for number, reason in enumerate(reasons, start=12):
+        assert results[number].failed == "error" and reason in results[number].reason
 
 
 def test_code_that_blocks_the_event_loop_fails_alone_within_the_limits(
@@ -342,6 +395,20 @@ def test_code_that_blocks_the_event_loop_fails_alone_within_the_limits(
     assert results[1].failed == "timeout" and results[1].reason == "no end after 8 s"
     for number in range(2, 6):
         assert (results[number].score, results[number].failed) == (1.0, None)
+
+
+def test_a_process_whose_threads_hang_where_nobody_counts_them_is_replaced(
+    program: EpisodeProgram,
+) -> None:
+    limits = LIMITS._replace(tool_timeout_s=0.5, timeout_s=1.0)
+    with EpisodePool(program, format_of("Qwen2.5"), limits, num_workers=1) as pool:
+        before = pool.pids
+        result = play(pool, [spec(0, kind="code", does="thread")], lambda request: "hello")[0]
+        assert (result.failed, result.reason) == ("timeout", "no end after 1 s")
+        deadline = time.monotonic() + 30
+        while pool.pids == before and time.monotonic() < deadline:
+            pool.poll(0.05)
+        assert pool.pids != before
 
 
 def test_turns_are_appended_to_what_was_sampled_and_never_encoded_again(pool: EpisodePool) -> None:
@@ -386,7 +453,7 @@ def test_rewards_stop_texts_and_text_that_is_written_for_the_model(pool: Episode
     )
     assert segment.sampled.tolist() == [True] * 6 + [False] * 20 + [True] * 4
     assert segment.turn_rewards == [(5, 1.0), (5, 0.5), (29, 2.0)]
-    assert (result.score, result.extra) == (1.0, {"length": 4.0})
+    assert (result.score, result.extra) == (1.0, {"length": 4.0, "half": 0.5, "turns": 2.0})
     assert result.counts["observation_tokens"] == 20
     said = result.messages[-1]
     assert said == {"role": "assistant", "content": "6 x 7! <result>42</result>hellohello"}
@@ -409,6 +476,7 @@ def test_branches_share_a_prefix_and_count_each_token_once(pool: EpisodePool) ->
     assert not empty.counted.any() and len(empty.ids) == len(forked.ids)
     total = sum(int(segment.counted.sum()) for segment in result.segments)
     assert total == 4 * shared and result.counts["turns"] == 4 and result.counts["branches"] == 3
+    assert play(pool, [spec(0, kind="shared")], lambda request: "hello")[0].score == 1.0
     uids = {(request.segment, request.uid) for request in asked}
     assert len(uids) == 3 and {uid for _, uid in uids} == {1007 + (s << 52) for s in range(3)}
     assert [r.sampled_before for r in asked if r.segment == 1] == [0]
@@ -419,6 +487,8 @@ def test_a_prompt_or_observation_that_is_too_long(program: EpisodeProgram) -> No
     with EpisodePool(program, format_of("Qwen2.5"), limits, num_workers=1) as pool:
         rows = [spec(0, "x" * 40, kind="code", does=""), spec(1, "x" * 200, kind="code", does="")]
         rows.append(spec(2, kind="loops", say="123456789abc"))
+        parts = [{"type": "text", "text": "1234"}, {"type": "text", "text": "56789abc"}]
+        rows.append(spec(3, kind="loops", say=[{"role": "user", "content": parts}]))
         results = play(pool, rows, lambda request: "hello")
     # what a prompt has beyond 50 tokens was observed
     (segment,) = results[0].segments
@@ -429,8 +499,9 @@ def test_a_prompt_or_observation_that_is_too_long(program: EpisodeProgram) -> No
     (segment,) = results[1].segments
     assert (segment.prompt_ids, len(segment.ids)) == (rows[1].prompt_ids[:50], 0)
     assert (results[1].finish, results[1].score, results[1].failed) == ("length", None, None)
-    (segment,) = results[2].segments
-    assert "123456789\n[3 more characters]" in text_of([*segment.prompt_ids, *segment.ids])
+    for number in (2, 3):
+        (segment,) = results[number].segments
+        assert "123456789\n[3 more characters]" in text_of([*segment.prompt_ids, *segment.ids])
 
 
 def arrays(result: EpisodeResult) -> list[list[float]]:
@@ -476,6 +547,9 @@ def test_a_file_that_cannot_be_had_is_said_at_the_start(tmp_path: Path) -> None:
     assert "must be `async def episode(row, policy)`" in opened("def episode(row, policy): pass")
     assert "episode(row) must take (row, policy)" in opened("async def episode(row): pass")
     assert "Game has no method reset" in opened("class Game:\n    pass", "Game")
+    level = "class Game:\n    def __init__(self, level): pass\n    def reset(self): pass"
+    assert "Game.__init__ needs level: an environment is made without" in opened(level, "Game")
+    assert "Game.reset must take self" in opened("class Game:\n    def reset(): pass", "Game")
     assert "no such module_of_nobody" in opened(
         "raise RuntimeError('no such module_of_nobody')\nasync def episode(row, policy): pass"
     )
