@@ -7,8 +7,10 @@ sglang: it answers in seconds.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +29,15 @@ from ppo.check.rules import check_config
 from ppo.check.shard_size import sized
 from ppo.check.training_rows import row_problems
 from ppo.check.warnings import config_warnings
-from ppo.config import CommandLine, Config, ConfigError, ModelRole, Problem, load_config
+from ppo.config import (
+    CommandLine,
+    Config,
+    ConfigError,
+    ModelRole,
+    Problem,
+    load_config,
+    with_values,
+)
 from ppo.model_shapes import ModelShape, find_shape
 from sharding.dims import ParallelDims
 
@@ -53,7 +63,32 @@ def run_check(options: CommandLine) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    gib = smallest_gpu() if options.as_here and config.trainer.device != "cpu" else None
+    if gib is not None:
+        sys.stdout.write(f"device memory: {gib:g} GiB, of the smallest GPU that CUDA shows here\n")
+        config = with_values(config, {"check.device_memory_gib": gib})
     return report(config, verbose=options.verbose, model_config=file)
+
+
+def smallest_gpu() -> float | None:
+    """GiB of the smallest GPU that CUDA shows this process, as torch would see it (so that
+    CUDA_VISIBLE_DEVICES and MIG count); None where it shows none.
+
+    Asked of the driver, without a context: nothing is held on a GPU.
+    """
+    count = ctypes.c_int(0)
+    sizes: list[int] = []
+    with suppress(OSError, AttributeError):  # no driver, or another kind of library
+        cuda = ctypes.CDLL("libcuda.so.1")
+        if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+            return None
+        for index in range(count.value):
+            device, size = ctypes.c_int(0), ctypes.c_size_t(0)
+            failed = cuda.cuDeviceGet(ctypes.byref(device), index)
+            if failed or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+                return None
+            sizes.append(size.value)
+    return round(min(sizes) / GIB, 2) if sizes else None
 
 
 def problems_of(config: Config, model_config: Path | None = None) -> list[Problem]:

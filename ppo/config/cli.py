@@ -37,6 +37,8 @@ class CommandLine(NamedTuple):
     """config.json of model.path, for --check and --suggest"""
     suggest: str = ""
     """the algorithm of a configuration that is to be suggested for the model and the machine"""
+    as_here: bool = False
+    """--check plans for as much memory as the GPUs have that CUDA shows here"""
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -73,7 +75,11 @@ def parse_args(argv: Sequence[str], *, description: str = TRAIN) -> CommandLine:
     machine = {
         "nnodes": ("--nnodes", "N", "nodes to plan for"),
         "nproc_per_node": ("--nproc_per_node", "M", "ranks (devices) of a node"),
-        "device_memory_gib": ("--device_memory_gib", "G", "memory of a device, GiB"),
+        "device_memory_gib": (
+            *("--device_memory_gib", "G"),
+            "memory of a device, GiB; auto, with --check: of the smallest GPU here, where there is "
+            "one and no check.device_memory_gib=G is given",
+        ),
     }
     for option, letter, meaning in machine.values():
         names = dict.fromkeys((option, option.replace("_", "-")))
@@ -83,6 +89,13 @@ def parse_args(argv: Sequence[str], *, description: str = TRAIN) -> CommandLine:
     _add_suggest(parser)
     known, rest = parser.parse_known_args(list(argv))
     overrides = join_values(rest)
+    as_here = known.device_memory_gib == "auto"
+    if as_here:
+        if known.suggest:
+            parser.error("--device_memory_gib is a number with --suggest")
+        known.device_memory_gib = None
+        keys = [text.partition("=")[0].lstrip("-+") for text in overrides]
+        as_here = "check.device_memory_gib" not in keys
     for name in machine:
         if (value := getattr(known, name)) is not None:
             overrides.append(f"check.{name}={value}")
@@ -97,6 +110,7 @@ def parse_args(argv: Sequence[str], *, description: str = TRAIN) -> CommandLine:
         known.verbose,
         known.model_config,
         (known.algorithm or "ppo") if known.suggest else "",
+        as_here,
     )
 
 

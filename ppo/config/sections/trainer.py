@@ -38,7 +38,8 @@ class CheckConfig(Section):
     nproc_per_node: Ranks = 8
     """ranks (devices) of a node"""
     device_memory_gib: Annotated[float, Bound(ge=1e-6, le=10_000, usual=(1, 1000))] = 80.0
-    """memory of one device, GiB"""
+    """memory of one device, GiB; `--device_memory_gib auto`, which the launch scripts say: of the
+    smallest GPU here"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """`--check`: right arithmetic, honest predictions, no heavy imports, every problem in one go."""
 
+import ctypes
 import json
 import re
 import resource
@@ -622,3 +623,53 @@ def test_what_an_engine_without_a_table_is_sent_fits_into_the_plan(vocab, bucket
     )
     sent = item(planned, "reshard", "two reshard") + item(planned, "reshard", "whole layers")
     assert sent == pytest.approx(tracker.peak_bytes, rel=0.15)
+
+
+class Driver:
+    """The four functions of CUDA's driver that say how much memory each device has."""
+
+    def __init__(self, *gib: float) -> None:
+        self.sizes = [int(size * GIB) for size in gib]
+
+    def cuInit(self, flags: int) -> int:
+        return 0 if self.sizes else 100  # CUDA_ERROR_NO_DEVICE
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = len(self.sizes)
+        return 0
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = ordinal + 5  # a handle, not the number
+        return 0
+
+    def cuDeviceTotalMem_v2(self, size: Any, device: Any) -> int:
+        size._obj.value = self.sizes[device.value - 5]
+        return 0
+
+
+def test_a_check_for_this_machine_plans_for_its_smallest_gpu(monkeypatch, capsys):
+    base = ["--config", "ppo.yaml", "--check", "model.path=Qwen/Qwen2.5-0.5B-Instruct"]  # 80 GiB
+
+    def plan(driver: Driver | None, *words: str) -> str:
+        def load(name: str) -> Driver:
+            assert name == "libcuda.so.1"
+            if driver is None:
+                raise OSError("libcuda.so.1: cannot open shared object file")
+            return driver
+
+        monkeypatch.setattr(ctypes, "CDLL", load)
+        assert run_check(parse_args([*base, *words])) == 0
+        return capsys.readouterr().out
+
+    auto = ("--device_memory_gib", "auto")
+    as_said = plan(None)
+    assert plan(None, *auto) == plan(Driver(), *auto) == plan(Driver(141)) == as_said
+    assert plan(Driver(141), *auto, "trainer.device=cpu") == plan(None, "trainer.device=cpu")
+    found = plan(Driver(141, 79.5), *auto)
+    assert found.startswith("device memory: 79.5 GiB, of the smallest GPU that CUDA shows here\n")
+    assert "79.5 GiB there" in found and "79.5 GiB there" not in as_said
+    for said in (["check.device_memory_gib=90"], ["--device_memory_gib", "90"]):  # wins
+        assert "90 GiB there" in plan(Driver(141, 79.5), *auto, *said)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(2))
+    assert run_check(parse_args([*base, *auto])) == 2
+    assert "check.device_memory_gib" in capsys.readouterr().err
