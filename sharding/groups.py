@@ -13,6 +13,7 @@ import errno
 import inspect
 import logging
 import os
+import re
 import resource
 import time
 import uuid
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 HOST = "gloo"
 """the backend of host tensors"""
+LOOPBACK = re.compile(r"\[(?:::ffff:)?(127\.[0-9.]+|::1)\]:\d")
+"""an address as gloo writes it, which means whatever machine asks"""
 MOST_FILES = 1 << 20
 """open files that a process asks for; some programs count up to their limit"""
 
@@ -69,7 +72,7 @@ def init_distributed(
         store = next(rendezvous(init_method or "env://", rank, world_size, timeout=patience))[0]
         if init_method is None:
             store = _unused_store(store, rank, world_size, patience)
-    with naming_file_limit():
+    with naming_cause():
         dist.init_process_group(
             HOST,
             store=store,
@@ -161,19 +164,35 @@ def raise_file_limit() -> None:
 
 
 @contextmanager
-def naming_file_limit() -> Iterator[None]:
-    """An error of connecting says how many files are open, where that may be its cause."""
+def naming_cause() -> Iterator[None]:
+    """An error of connecting says what may be its cause: open files, or an address of a machine
+    that others cannot reach."""
     try:
         yield
     except (RuntimeError, OSError) as error:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        num_open = num_files()
-        if num_open is None or num_open + 16 < soft:
+        causes = [*_file_limit(), *_loopback(str(error))]
+        if not causes:
             raise
-        raise RuntimeError(
-            f"{error}\nthis process has {num_open} files and sockets open, of {soft} that it may "
-            "have (RLIMIT_NOFILE): raise the hard limit, `ulimit -Hn` or the scheduler's setting"
-        ) from error
+        raise RuntimeError("\n".join([str(error), *causes])) from error
+
+
+def _file_limit() -> Iterator[str]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = num_files()
+    if num_open is not None and num_open + 16 >= soft:
+        yield (
+            f"this process has {num_open} files and sockets open, of {soft} that it may have "
+            "(RLIMIT_NOFILE): raise the hard limit, `ulimit -Hn` or the scheduler's setting"
+        )
+
+
+def _loopback(error: str) -> Iterator[str]:
+    if "refused" in error and (found := LOOPBACK.search(error)):
+        yield (
+            f"{found[1]} is a machine's own address: if the ranks are on several machines, a host "
+            "name means that one there; name the network interface between them, "
+            "GLOO_SOCKET_IFNAME=eth0 (launch/README.md, Network)"
+        )
 
 
 def num_files() -> int | None:

@@ -19,7 +19,7 @@ from sharding.groups import (
     HOST,
     backend_of,
     init_distributed,
-    naming_file_limit,
+    naming_cause,
     new_group,
     timeout_of,
     world,
@@ -139,7 +139,7 @@ def build_mesh(dims: ParallelDims, device: torch.device, *, timeout_s: float | N
     if problems:
         raise MeshError("\n".join(problems))
     timeout = timeout_of(world()) if timeout_s is None else timedelta(seconds=timeout_s)
-    with naming_file_limit():
+    with naming_cause():
         mesh = _build(dims, device, timeout)
         # samples move between any two ranks: connected now, not in the middle of a step
         each = torch.zeros(dims.world_size)

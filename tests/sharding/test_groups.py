@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ppo.run.start import ENVIRONMENT
 from sharding.agree import gather
 from sharding.dims import ParallelDims
-from sharding.groups import init_distributed, naming_file_limit, new_group, world
+from sharding.groups import init_distributed, naming_cause, new_group, world
 from sharding.mesh import build_mesh
 from tests.distributed import run_distributed
 
@@ -85,7 +85,7 @@ def _measure(rank: int, world_size: int, folder: str) -> tuple[dict[int, dict[st
     num_open = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_open, num_open))
     try:
-        with naming_file_limit():
+        with naming_cause():
             new_group([0])
     except RuntimeError as error:
         return found, str(error)
@@ -130,3 +130,21 @@ def test_a_torch_that_sorts_the_ranks_of_a_group_is_refused_only_for_permuted_on
         with pytest.raises(RuntimeError, match="sorts the ranks of a group"):
             new_group([0, 2, 1, 3])
     assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    ("refused", "named"),
+    [
+        ("SO_ERROR: Connection refused, remote=[127.0.1.1]:43210", "127.0.1.1"),
+        ("connect [::ffff:127.0.0.1]:3409: Connection refused", "127.0.0.1"),
+        ("SO_ERROR: Connection refused, remote=[10.0.0.7]:43210", None),
+    ],
+)
+def test_an_address_that_is_each_machines_own_is_named_with_what_to_set(
+    refused: str, named: str | None
+) -> None:
+    with pytest.raises(RuntimeError) as raised, naming_cause():
+        raise RuntimeError(refused)
+    assert str(raised.value).startswith(refused)
+    assert ("GLOO_SOCKET_IFNAME" in str(raised.value)) == (named is not None)
+    assert named is None or f"\n{named} is a machine's own" in str(raised.value)
