@@ -33,11 +33,15 @@ use_venv data
 
 export HF_HUB_OFFLINE=1
 
-overrides=("trainer.default_local_dir=$RUN_DIR" "model.path=$MODEL"
-    "data.train_files=$DATA/train.parquet" "data.val_files=$DATA/test.parquet" "$@")
-for override in "$@"; do
-    case ${override#--} in trainer.default_local_dir=*) RUN_DIR=${override#*=} ;; esac
-done
+q="'"
+quoted() { printf "'%s'" "${1//$q/$q$q}"; } # as a value of YAML
+said=$(printf '%s\n' "$@" | sed -nE '/^--trainer\.default_local_dir$/ { n; p; }
+    s/^(--|\+\+?)?trainer\.default_local_dir=//p' | tail -n 1)
+RUN_DIR=${said:-$RUN_DIR}
+RUN_DIR=${RUN_DIR/#\~\//$HOME/}
+overrides=("model.path=$(quoted "$MODEL")" "data.train_files=$(quoted "$DATA/train.parquet")"
+    "data.val_files=$(quoted "$DATA/test.parquet")" "$@"
+    "trainer.default_local_dir=$(quoted "$RUN_DIR")")
 
 stage 2 "check: what this configuration is, and whether it fits (seconds)"
 "$VENV_PYTHON" train_ppo.py --config "$CONFIG" --check --nnodes 1 --nproc_per_node "$RANKS" \
