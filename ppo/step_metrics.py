@@ -99,7 +99,9 @@ def watch_for_degeneration(
     scored = last & ~overview.failed
     of_groups = {
         "distinct_answers": degeneration.distinct_share(keys[last], overview.group_ids[last]),
-        "flat_groups": degeneration.flat_share(overview.scores[scored], overview.group_ids[scored]),
+        "flat_groups": degeneration.flat_share(
+            overview.total_scores[scored], overview.group_ids[scored]
+        ),
     }
     for name, share in of_groups.items():
         if share is not None:

@@ -28,10 +28,16 @@ class Overview:
     rejected: Tensor | None = None  # [B] response tokens that the rollout correction takes out
     observed: Tensor | None = None  # [B] response tokens that are not learned; None: there are none
     samples: Tensor | None = None  # [B] sample of each row, ascending; None: each is one
+    turn_rewards: Tensor | None = None  # [B] float32, of all turns of the row's sample
 
     def __len__(self) -> int:
         """B."""
         return len(self.group_ids)
+
+    @property
+    def total_scores(self) -> Tensor:
+        """[B] the score of each row's sample with the rewards of its turns: what it has earned."""
+        return self.scores if self.turn_rewards is None else self.scores + self.turn_rewards
 
     @property
     def num_sampled(self) -> int:

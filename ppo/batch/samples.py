@@ -68,6 +68,11 @@ class Samples:
         """b."""
         return len(self.numbers)
 
+    def total_score(self, index: int) -> float:
+        """The score, with the rewards of an episode's turns; those alone of a failed one."""
+        turns = 0.0 if self.conversations is None else self.conversations[index].turn_rewards
+        return self.scores[index].item() + turns
+
     @property
     def total(self) -> int:
         """B, over all ranks."""

@@ -32,9 +32,11 @@ def overview_of(samples: Samples, mesh: Mesh) -> tuple[Overview, Tensor]:
                 failed or (has_episodes and not any(row.num_learned for row in own)),
                 reason == "length",
                 row.length - row.num_learned,
+                earned - score,
             ]
-            for own, score, failed, reason in zip(
+            for own, earned, score, failed, reason in zip(
                 rows,
+                map(samples.total_score, range(len(samples))),
                 samples.scores.tolist(),
                 samples.failed.tolist(),
                 samples.completions.finish_reasons,
@@ -43,11 +45,11 @@ def overview_of(samples: Samples, mesh: Mesh) -> tuple[Overview, Tensor]:
             for row in own
         ],
         dtype=torch.float64,
-    ).reshape(-1, 7)
-    table = torch.zeros(len(sample_ids), 7, dtype=torch.float64)
+    ).reshape(-1, 8)
+    table = torch.zeros(len(sample_ids), 8, dtype=torch.float64)
     table[torch.isin(sample_ids, torch.tensor(samples.numbers, dtype=torch.long))] = mine
     dist.all_reduce(table, group=mesh.host_group)  # one rank has each row, the others zeros
-    holders, prompts, responses, scores, failed, cut, observed = table.unbind(1)
+    holders, prompts, responses, scores, failed, cut, observed, turns = table.unbind(1)
     overview = Overview(
         group_ids=sample_ids // samples.n,
         prompt_lengths=prompts.long(),
@@ -59,6 +61,7 @@ def overview_of(samples: Samples, mesh: Mesh) -> tuple[Overview, Tensor]:
         are_scored=samples.are_scored,
         observed=observed.long() if has_episodes else None,
         samples=sample_ids if has_episodes else None,
+        turn_rewards=turns.float() if has_episodes else None,
     )
     return overview, holders.long()
 

@@ -204,10 +204,7 @@ class GroupPool:
         if samples.failed[index]:
             return None
         if self._keys.is_of_score:
-            score = samples.scores[index].item()
-            if samples.conversations is not None:
-                score += samples.conversations[index].turn_rewards
-            return score
+            return samples.total_score(index)
         if name == "acc" and not any(key.startswith("extra/") for key in components):
             return components.get("function", components.get("episode"))
         return components.get(f"extra/{name}")

@@ -53,7 +53,7 @@ def log_samples(
     tracker.histogram(step, "response_length", overview.response_lengths.double().tolist())
     if overview.are_scored:
         scored = overview.is_last & ~overview.failed
-        tracker.histogram(step, "score", overview.scores[scored].tolist())
+        tracker.histogram(step, "score", overview.total_scores[scored].tolist())
 
 
 def chosen_rows(overview: Overview, step: int) -> set[int]:
@@ -64,7 +64,7 @@ def chosen_rows(overview: Overview, step: int) -> set[int]:
     """
     order = torch.randperm(len(overview), generator=torch.Generator().manual_seed(step))
     order = order[overview.is_last[order]]
-    scores = overview.scores[order]
+    scores = overview.total_scores[order]
     scored = ~overview.failed[order]
     found = order[:NUM_RANDOM].tolist()
     if scored.any():

@@ -53,7 +53,7 @@ def _row(samples: Samples, index: int, length: int, reason: str) -> dict[str, An
     return {
         "prompt": prompt.messages,
         "response": samples.texts[index],
-        "score": samples.scores[index].item() if has_score else None,
+        "score": samples.total_score(index) if has_score else None,
         "answer": samples.answers[index],
         "components": samples.components[index],
         "failure": samples.failures[index],

@@ -98,7 +98,7 @@ class Scorer:
 
         rows: some samples of the step, as `sample_rows` gives them.
         """
-        scores = overview.scores[overview.is_last & ~overview.failed]
+        scores = overview.total_scores[overview.is_last & ~overview.failed]
         are_equal = overview.are_scored and len(scores) > 1 and bool((scores == scores[0]).all())
         if are_equal and not self.had_equal_scores:
             row = next((row for row in rows if row["score"] is not None), rows[0])

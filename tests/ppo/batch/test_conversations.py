@@ -16,6 +16,8 @@ from ppo.data.sampler import PromptSampler
 from ppo.estimators import estimate
 from ppo.kl import token_rewards
 from ppo.rollout.filter import GroupPool
+from ppo.rollout.samples import sample_rows
+from ppo.rollout.scoring import Scorer
 from ppo.rollout.surplus import decoded, encoded
 from sharding.mesh import Mesh, ParallelDims, build_mesh, init_distributed
 from tests.ppo.conversations import batch_of, make_episodes, segment
@@ -98,6 +100,20 @@ def test_reinforce_plus_plus_carries_the_return_through_what_was_observed(mesh):
     expected = whitened([0.9 * second, second, third, fourth, fifth])
     found = advantages(batch, "reinforce_plus_plus", gamma=0.9)[0, LEARNED].tolist()
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_an_episode_has_earned_is_its_score_and_its_turns_wherever_people_look(mesh):
+    single = segment([(21, True, 0.0)])
+    samples = make_episodes([[single], [THREE_TURNS]], [0.0, 0.0], n=2)
+    overview = batch_of(samples, mesh).all
+    assert overview.scores.tolist() == [0, 0]
+    assert overview.total_scores.tolist() == [0, 0.875]
+    rows = sample_rows(samples, mesh)
+    assert rows is not None and [row["score"] for row in rows] == [0, 0.875]
+    scorer = Scorer.__new__(Scorer)
+    scorer.had_equal_scores = False
+    scorer.warn_of_equal_scores(overview, rows)
+    assert not scorer.had_equal_scores
 
 
 def test_a_group_compares_whole_episodes_of_unequal_turns(mesh):
