@@ -38,9 +38,7 @@ def episode_of(environment: type) -> Episode:
             await _play(policy, _prompt(policy, first), tools)
         except EpisodeOver as over:
             policy.end_as(over.finish)
-        reward = getattr(env, "get_reward", None) or getattr(env, "reward", None)
-        if callable(reward):
-            reward = await policy.in_thread(reward)
+        reward = await policy.in_thread(lambda: _reward(env))
         if inspect.isawaitable(reward):
             reward = await reward
         return None if reward is None else float(reward)
@@ -122,6 +120,12 @@ def _prompt(policy: Policy, first: Any) -> list[dict[str, Any]]:
         before = text_of_parts(before) if isinstance(before, list) else before
         messages[-1]["content"] = f"{before}{text}"
     return messages
+
+
+def _reward(env: Any) -> Any:
+    """What it returns, or has, which may be a property."""
+    reward = getattr(env, "get_reward", None) or getattr(env, "reward", None)
+    return reward() if callable(reward) else reward
 
 
 async def _play(policy: Policy, messages: list[dict[str, Any]], tools: list[Tool]) -> None:

@@ -7,6 +7,7 @@ tools. Tokens only ever get longer. Must not know processes: what happens goes t
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, NamedTuple, Protocol
 
 from ppo.episodes.chat import Chat, Message, Turn
@@ -124,7 +125,7 @@ class Policy:
 
     @score.setter
     def score(self, value: float | None) -> None:
-        self._shared.score = value
+        self._shared.score = None if value is None else _finite(value, "policy.score")
 
     async def chat(
         self,
@@ -174,7 +175,11 @@ class Policy:
         self._take_turn()
         if self._turn is None:
             self._begin(self._beginning, [tool.schema for tool in self._tools] or None)
-        ids = self._shared.chat.encode(as_text(text)) if isinstance(text, str) else list(text)
+        ids = (
+            self._shared.chat.encode(as_text(text))
+            if isinstance(text, str)
+            else list(map(index, text))
+        )
         if not all(0 <= token < self._shared.chat.num_ids for token in ids):
             raise ValueError(f"policy.complete: ids must lie below {self._shared.chat.num_ids}")
         if ids:
@@ -188,9 +193,7 @@ class Policy:
 
     def reward(self, value: float) -> None:
         """Reward of the last token sampled so far. Raises ValueError where there is none."""
-        number = float(value)
-        if not math.isfinite(number):
-            raise ValueError(f"policy.reward({value!r}): not a finite number")
+        number = _finite(value, "policy.reward")
         if not self._has_sampled:
             raise ValueError("policy.reward: this conversation has no sampled token yet")
         self._shared.link.tell("reward", self._segment, value=number)
@@ -290,11 +293,11 @@ class Policy:
         if not ids:
             raise ValueError("the chat template makes no token of the messages")
         over = max(0, len(ids) - limits.max_prompt_length)
+        self._used += over  # what begins with no room for a turn has none left either
         if over >= limits.max_response_length:
             self._shared.link.tell("open", self._segment, ids=ids[: limits.max_prompt_length])
             raise EpisodeOver("length")
         self._shared.link.tell("open", self._segment, ids=ids if said or schemas else None)
-        self._used += over
         self._turn = Turn(ids[-1])
 
     def _observe(self, ids: list[int]) -> None:
@@ -308,9 +311,9 @@ class Policy:
     async def _sample(
         self, stop: Sequence[str] | str, max_tokens: int | None, *, goes_on: bool = False
     ) -> Reply:
-        if max_tokens is not None and max_tokens < 1:
+        most = self.tokens_left if max_tokens is None else min(self.tokens_left, index(max_tokens))
+        if most < 1:
             raise ValueError(f"max_tokens = {max_tokens}: must be at least 1")
-        most = min(self.tokens_left, max_tokens or self.tokens_left)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         self._shared.turns += 1
         self._waits = True  # for ever where its code gives up: the engine has that turn
@@ -348,6 +351,13 @@ class Policy:
 
 Episode = Callable[[dict[str, Any], Policy], Coroutine[Any, Any, Any]]
 """the user's code: a row and the policy; see `read_score` for what it returns"""
+
+
+def _finite(value: float, what: str) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what}: {value!r} is not a finite number")
+    return number
 
 
 def _flat(given: Sequence[Message | Sequence[Message] | str]) -> list[Message]:

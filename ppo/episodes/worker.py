@@ -128,7 +128,6 @@ class Worker:
                 value = await self._stepped(self._episode(spec.row, policy), spec.number)
             score, extra = read_score(value)
             ending = {"score": shared.score if score is None else score, "extra": extra}
-            ending["score"], _ = read_score(ending["score"])
         except EpisodeOver as over:
             shared.finish = over.finish
             ending = {"score": shared.score}

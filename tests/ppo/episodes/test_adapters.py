@@ -113,7 +113,8 @@ class Bound(Seen):
     def look(self) -> str:
         return type(self).__name__
 
-    def get_reward(self) -> float:
+    @property
+    def reward(self) -> float:
         return float(self._idents[-1] == threading.get_ident() and len(set(self._idents)) == 2)
 '''
 # as the page on agent loops in verl's documentation has its tools

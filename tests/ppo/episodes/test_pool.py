@@ -107,6 +107,7 @@ async def code(row, policy):
         case "message":
             await policy.chat({"role": "user", "content": "x", "odd": object()})
             return 0.5
+        case "score": policy.score = float("nan")
         case "swallow":
             try: await policy.chat("x" * 5000)
             except Exception: pass
@@ -123,6 +124,13 @@ async def two_rewards(row, policy):
     policy.reward(2)
     said = {"length": len(reply.ids), "half": np.float32(0.5), "turns": np.int64(2)}
     return {"score": 1, **said, "finish": reply.finish, "bad": float("nan"), "huge": 10**400}
+
+async def too_long(row, policy):
+    for said in ("x" * 5000, "short"):
+        try: await policy.chat(said)
+        except BaseException as over: assert over.finish == "length"
+    reply = await policy.branch("numbers").complete([np.int64(1), True], max_tokens=np.int64(2))
+    return len(reply.ids)
 
 async def branches(row, policy):
     reply = await policy.chat()
@@ -357,7 +365,7 @@ def _is_running(pid: int) -> bool:
 def test_an_environment_that_crashes_masks_its_episode_and_is_counted(pool: EpisodePool) -> None:
     kinds = ["raise", "exit", "text", "nan", "cancel", "reward", "role", "ids", "swallow"]
     good = ["fork", "message", "fine"]
-    asks = ["image", "both", "given up", "behind", "whole"]
+    asks = ["image", "both", "given up", "behind", "whole", "score"]
     rows = [spec(i, kind="code", does=does) for i, does in enumerate([*kinds, *good, *asks])]
     pids = pool.pids
     results = play(pool, rows, lambda request: "hello")
@@ -375,7 +383,7 @@ def test_an_environment_that_crashes_masks_its_episode_and_is_counted(pool: Epis
     assert results[8].failed is None and results[8].finish == "length"
     assert [results[i].score for i in (9, 10, 11)] == [1.0, 0.5, 1.0]
     waits = ["waits for a turn already"] * 3
-    reasons = ["text alone is read", *waits, "pass what is new alone"]
+    reasons = ["text alone is read", *waits, "pass what is new alone", "policy.score: nan is not"]
     for number, reason in enumerate(reasons, start=12):
         assert results[number].failed == "error" and reason in results[number].reason
 
@@ -476,7 +484,10 @@ def test_branches_share_a_prefix_and_count_each_token_once(pool: EpisodePool) ->
     assert not empty.counted.any() and len(empty.ids) == len(forked.ids)
     total = sum(int(segment.counted.sum()) for segment in result.segments)
     assert total == 4 * shared and result.counts["turns"] == 4 and result.counts["branches"] == 3
-    assert play(pool, [spec(0, kind="shared")], lambda request: "hello")[0].score == 1.0
+    rows = [spec(0, kind="shared"), spec(1, kind="too_long")]
+    results = play(pool, rows, lambda request: "hello")
+    assert [results[i].score for i in (0, 1)] == [1.0, 2.0], results
+    assert [results[i].counts["branches"] for i in (0, 1)] == [1, 1]
     uids = {(request.segment, request.uid) for request in asked}
     assert len(uids) == 3 and {uid for _, uid in uids} == {1007 + (s << 52) for s in range(3)}
     assert [r.sampled_before for r in asked if r.segment == 1] == [0]
