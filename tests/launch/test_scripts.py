@@ -262,6 +262,8 @@ def test_a_requeued_start_resumes_what_its_own_job_has_saved_and_nothing_older(
         (("rollout.n=2",), "~/a #1", "/home/me/a #1"),
         (("trainer.default_local_dir=~/it's",), "", "/home/me/it's"),
         (("--trainer.default_local_dir", "b", "rollout.n=2"), "b", "b"),
+        # what a job that has failed prints: the override as it was given, and the folder
+        (("trainer.default_local_dir=~/b",), "/home/me/b", "/home/me/b"),
         (("trainer.default_local_dir=b",), "c", None),
     ],
 )
