@@ -22,7 +22,6 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGITS_BLOCK = {True: 1 << 26, False: 1 << 21}
 # The pieces of a step in sharding/adamw/ (a test compares), elements.
 STEP_ELEMENTS = 1 << 22
-STEP_COPIES = "float32 copies of moments in a step"
 MOMENT_BYTES = {**ITEM_BYTES, "8bit": 1 + 4 / 256}
 """of each of Adam's moments of a weight, scales included"""
 
@@ -131,6 +130,10 @@ class Pass:
     with_entropy: bool = False
     accumulates: bool = False
     """gradients of earlier micro-batches are there already"""
+    replicas: bool = False
+    """other groups of ranks hold the same shards"""
+    steps_on_host: bool = False
+    """gradients leave the device as they come"""
     cuda: bool = True
     keeps_hidden: bool = False
     """forward only: the last hidden states of an sp group's row go to the host"""
@@ -151,7 +154,7 @@ class Pass:
 def training_pass(model: ShardedModel, run: Pass) -> list[Item]:
     """What forward and backward add to parameters and optimizer, at the worst of five moments."""
     moments = [_in_a_layer(model, run), _after_a_layer(model, run), _at_the_end(model, run)]
-    moments.append(_in_the_step(model))
+    moments.append(_in_the_step(model, run))
     if model.has_logits:
         moments.append(_in_the_head(model, run))
     return [*_of_reference(run), *max(moments, key=total)]
@@ -193,7 +196,7 @@ def _in_a_layer(model: ShardedModel, run: Pass) -> list[Item]:
     """Early in the backward pass: nothing is freed yet, the last layer computes."""
     again = _layer_again(model, run)
     return [
-        *_gradients(model, accumulated=run.accumulates, head=True),
+        *_gradients(model, run, whole=False, head=True),
         *_gathered(model),
         _kept_activations(model, run),
         Item("one layer forward and backward", again + _layer_backward(model, run)),
@@ -202,7 +205,7 @@ def _in_a_layer(model: ShardedModel, run: Pass) -> list[Item]:
 
 def _in_the_head(model: ShardedModel, run: Pass) -> list[Item]:
     return [
-        *_gradients(model, accumulated=run.accumulates, head=True),
+        *_gradients(model, run, whole=False, head=True),
         *_gathered(model, most=1),
         _kept_activations(model, run),
         Item("log-probs in blocks", _head_backward(model, run), "logits"),
@@ -214,7 +217,7 @@ def _after_a_layer(model: ShardedModel, run: Pass) -> list[Item]:
     reduce = ITEM_BYTES[model.fsdp.mixed_precision.reduce_dtype]
     layer = model.trained_layer_params * (model.compute + 2 * reduce)
     return [
-        *_gradients(model, accumulated=True, head=True),
+        *_gradients(model, run, whole=True, head=True),
         *_gathered(model),
         _kept_activations(model, run),
         Item("unsharded gradients of a layer", layer, "gradients"),
@@ -226,16 +229,18 @@ def _at_the_end(model: ShardedModel, run: Pass) -> list[Item]:
     reduce = ITEM_BYTES[model.fsdp.mixed_precision.reduce_dtype]
     root = model.trained_root_params * (model.compute + reduce)
     return [
-        *_gradients(model, accumulated=True, head=False),
+        *_gradients(model, run, whole=True, head=False),
         Item("gathered embedding and head", model.root_params * model.compute, "parameters"),
         Item("unsharded gradients of the root", root, "gradients"),
     ]
 
 
-def _in_the_step(model: ShardedModel) -> list[Item]:
+def _in_the_step(model: ShardedModel, run: Pass) -> list[Item]:
     """Moments that are not float32 are copied to it piece by piece, and codes of 8 bits made of
     the largest part of a piece."""
-    found = _gradients(model, accumulated=True, head=False)
+    if run.steps_on_host:
+        return []
+    found = [_own_gradients(model)]
     if model.moment in (0, 4, model.trained_bytes):
         return found
     piece = min(model.trained_params, STEP_ELEMENTS)
@@ -244,12 +249,27 @@ def _in_the_step(model: ShardedModel) -> list[Item]:
         shape = model.shape
         largest = max(shape.embedding_params, shape.hidden_size * shape.intermediate_size)
         size += 4 * 4 * min(largest / model.shard_size, piece)
-    return [*found, Item(STEP_COPIES, size, "optimizer")]
+    return [*found, Item("float32 copies of moments in a step", size, "optimizer")]
 
 
-def _gradients(model: ShardedModel, *, accumulated: bool, head: bool) -> list[Item]:
-    size = model.trained_params * model.trained_bytes
-    found = [Item("gradients", size, "gradients")] if accumulated else []
+def _own_gradients(model: ShardedModel) -> Item:
+    return Item("gradients", model.trained_params * model.trained_bytes, "gradients")
+
+
+def _gradients(model: ShardedModel, run: Pass, *, whole: bool, head: bool) -> list[Item]:
+    """Those of earlier micro-batches, or all; and of the head while it computes.
+
+    What replicas will sum stays in reduce_dtype until FSDP has ended the last backward pass of a
+    mini-batch (partial_reduce_output, then all_reduce_input): the gradient itself, or beside it.
+    """
+    reduce = ITEM_BYTES[model.fsdp.mixed_precision.reduce_dtype]
+    found: list[Item] = []
+    are_others = run.replicas and (run.steps_on_host or reduce != model.trained_bytes)
+    if are_others and (whole or run.accumulates):
+        sums = Item("gradients that replicas sum", model.trained_params * reduce, "gradients")
+        found.append(sums)
+    if not run.steps_on_host and (whole or (run.accumulates and not are_others)):
+        found.append(_own_gradients(model))
     if head and model.has_logits and model.lora is None:
         size = model.shape.embedding_params * model.compute
         found.append(Item("unsharded gradient of the head", size, "gradients"))

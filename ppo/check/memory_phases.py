@@ -15,7 +15,6 @@ from typing import NamedTuple
 from ppo.check.memory_pass import (
     ITEM_BYTES,
     MOMENT_BYTES,
-    STEP_COPIES,
     Item,
     Pass,
     ShardedModel,
@@ -371,15 +370,14 @@ def _train(plan: Plan, name: str, section: ActorConfig | CriticConfig) -> Iterat
         activation_offload=options.enable_activation_offload,
         with_entropy=plan.config.actor.entropy_coeff != 0,
         accumulates=samples * plan.config.data.max_length > tokens * plan.dims.sp,
+        replicas=plan.dims.dp_replicate > 1,
+        steps_on_host=plan.cuda and (model.fsdp.offload_policy or model.fsdp.steps_on_host),
         cuda=plan.cuda,
         reference=plan.reference if name == "actor" and plan.config.actor.full_kl else None,
     )
     yield from _resident(plan, with_params=model.name, with_optimizer=model.name)
     yield from _engine_kept(plan)
-    on_host = plan.cuda and (model.fsdp.offload_policy or model.fsdp.steps_on_host)
-    for item in training_pass(model, run):
-        if not (on_host and item.name in ("gradients", STEP_COPIES)):
-            yield item
+    yield from training_pass(model, run)
 
 
 def _drop(items: Iterable[Item]) -> list[Item]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ppo.check.memory_pass import (
     ITEM_BYTES,
@@ -271,6 +272,69 @@ def test_the_prediction_holds_where_two_ranks_share_a_row(folders):
     for results in run_distributed(measured_and_predicted, 2, folders, OF_TWO_RANKS):
         for case, peak in results:
             assert 0.85 < peak.predicted / peak.measured < 1.25, (case, peak)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("master", ["float32", "bfloat16"])
+def test_what_replicas_sum_is_held_until_the_last_backward_pass_has_ended(master, on_host):
+    """FSDP2's own buffers, of two groups of two ranks that a fake process group pretends."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dtype, held = getattr(torch, master), []
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))
+        layers = [nn.Linear(32, 32, bias=False, dtype=dtype) for _ in range(5)]
+        module: Any = nn.Sequential(*layers)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for part in (*layers, module):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        groups = [layer._get_fsdp_state()._fsdp_param_group for layer in layers]  # pyright: ignore
+        shards: list[Any] = list(module.parameters())
+
+        def hold(_: Any = None) -> None:
+            tensors = [group._partial_reduce_output for group in groups]
+            tensors += [s.all_reduce_input for g in groups if (s := g._all_reduce_state)]
+            tensors += [p.grad.to_local() for p in shards if p.grad is not None]
+            storages = {t.untyped_storage() for t in tensors if t is not None}
+            held.append(sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
+
+        def take(parameter: Any) -> None:  # sharding/adamw/host.py
+            parameter.grad = None
+            hold()
+
+        for shard in shards:
+            shard.register_post_accumulate_grad_hook(take if on_host else hold)
+        for is_last in (False, True):
+            module.set_requires_all_reduce(is_last)
+            module(torch.ones(3, 32, dtype=dtype)).sum().backward()
+            hold()
+    finally:
+        dist.destroy_process_group()
+    number = sum(shard.to_local().numel() for shard in shards)
+    sums, own = 4 * number, (0 if on_host else ITEM_BYTES[master] * number)
+    most = sums if master == "float32" and not on_host else sums + own
+    assert held[0] == sums  # after the first micro-batch: no gradient yet
+    assert most <= max(held) <= most + sums // 5 and held[-1] == own  # one layer has both, briefly
+    found = find_shape("Qwen/Qwen2.5-7B-Instruct")
+    assert found is not None
+    shape, _ = found
+    model = ShardedModel(
+        name="actor",
+        shape=shape,
+        has_logits=True,
+        fsdp=FsdpConfig(),
+        shard_size=8,
+        master=ITEM_BYTES[master],
+        moment=4,
+    )
+    run = Pass(tokens=1, accumulates=True, replicas=True, steps_on_host=on_host)
+    items = {item.name: item.bytes for item in training_pass(model, run)}
+    known = [items.get(name, 0) for name in ("gradients that replicas sum", "gradients")]
+    assert sum(known) == model.trained_params * most / number
 
 
 @pytest.mark.full
