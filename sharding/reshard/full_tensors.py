@@ -51,7 +51,7 @@ class FullTensors:
         return self._resharder.stats
 
     def batches(self) -> Iterator[NamedTensors]:
-        """Batches of (checkpoint name, tensor); each tensor belongs to the consumer.
+        """Batches of (checkpoint name, tensor), which the consumer alone keeps alive.
 
         The tensors of a batch have one dtype: the rollout's, but for buffers of the checkpoint,
         which come last and as they are.
@@ -60,13 +60,14 @@ class FullTensors:
         layer = size = 0
         for name, tensor in self._whole():
             if layer_of(name) != layer and size >= self._batch_bytes:
-                yield self._converted(batch)
-                batch, size = {}, 0
+                yield self._converted(_taken(batch))
+                size = 0
             layer = layer_of(name)
             batch[name] = tensor
             size += tensor.numel() * tensor.element_size()
+            del tensor
         if batch:
-            yield self._converted(batch)
+            yield self._converted(_taken(batch))
         yield from map(self._converted, self._buffers())
 
     def _buffers(self) -> Iterator[dict[str, Tensor]]:
@@ -101,3 +102,10 @@ class FullTensors:
         if isinstance(self._module, PreTrainedModel):
             batch = revert_weight_conversion(self._module, batch)
         return list(batch.items())
+
+
+def _taken(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a batch holds, which is empty then."""
+    held = dict(batch)
+    batch.clear()
+    return held
