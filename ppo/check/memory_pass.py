@@ -366,9 +366,10 @@ def _kv_heads(shape: ModelShape, sp: int) -> int:
 
 
 def _head_forward(model: ShardedModel, run: Pass) -> float:
-    """One block of logits in float32, turned in place, and the scored hidden states."""
+    """One block of logits in float32, turned in place, and the scored hidden states; with entropy
+    its exponentials and their products too."""
     hidden = run.tokens * model.shape.hidden_size * model.compute
-    return _logits_block(model, run) * (8 if run.with_entropy else 4) + hidden
+    return _logits_block(model, run) * (12 if run.with_entropy else 4) + hidden
 
 
 def _head_backward(model: ShardedModel, run: Pass) -> float:

@@ -40,6 +40,8 @@ GIB = 1 << 30
 TRAINER_CONTEXT = 1.6 * GIB
 ENGINE_CONTEXT = 3.0 * GIB
 COMMUNICATOR = 0.4 * GIB
+WHOLE_LAYERS = 2.7
+"""times a batch of whole layers: as it is, converted, and in one piece (the most that was measured)"""
 HEADROOM = 0.06
 """Share of a device that no plan may count on: a card of 80 GB gives out about 79.4 GiB, torch's
 allocator loses some per cent to fragments, and NCCL takes buffers as its communicators come up."""
@@ -282,7 +284,7 @@ def _reshard(plan: Plan) -> Iterator[Item]:
         yield Item("KV cache", kv_cache(plan).bytes, "KV cache")
     yield Item("two reshard buckets", min(2 * bucket, 2 * whole), "buckets")
     if plan.engine.own_processes and actor.model_type not in FAMILIES:
-        size = min(3 * _whole_layers(actor, bucket / item), 3 * actor.num_params) * item
+        size = WHOLE_LAYERS * min(_whole_layers(actor, bucket / item), actor.num_params) * item
         yield Item("whole layers, converted, and as they are sent", size, "buckets")
     cut = min(bucket, largest * item / plan.dims.shard_size)
     yield Item("cast of one cut", cut, "buckets")
@@ -350,6 +352,7 @@ def _forward_only(plan: Plan, model: ShardedModel, budget: int) -> Iterator[Item
         tokens=min(budget, samples * longest),
         sp=plan.dims.sp,
         mlp_rows=plan.config.model.mlp_block_rows,
+        with_entropy=model.name == "actor",
         cuda=plan.cuda,
         keeps_hidden=plan.config.actor.full_kl and model == plan.reference,
     )
@@ -368,7 +371,7 @@ def _train(plan: Plan, name: str, section: ActorConfig | CriticConfig) -> Iterat
         policy=options.policy,
         mlp_rows=options.mlp_block_rows,
         activation_offload=options.enable_activation_offload,
-        with_entropy=plan.config.actor.entropy_coeff != 0,
+        with_entropy=plan.config.actor.entropy_coeff != 0 or _is_only_update(plan),
         accumulates=samples * plan.config.data.max_length > tokens * plan.dims.sp,
         replicas=plan.dims.dp_replicate > 1,
         steps_on_host=plan.cuda and (model.fsdp.offload_policy or model.fsdp.steps_on_host),
@@ -378,6 +381,12 @@ def _train(plan: Plan, name: str, section: ActorConfig | CriticConfig) -> Iterat
     yield from _resident(plan, with_params=model.name, with_optimizer=model.name)
     yield from _engine_kept(plan)
     yield from training_pass(model, run)
+
+
+def _is_only_update(plan: Plan) -> bool:
+    """Whether the update may take the old log-probs itself, and the entropy with them."""
+    actor = plan.config.actor
+    return actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= plan.config.data.train_batch_size
 
 
 def _drop(items: Iterable[Item]) -> list[Item]:

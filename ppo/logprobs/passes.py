@@ -97,7 +97,9 @@ def row_statistics(
             if of_policy:
                 compared.append(u - v)
             other.add(v, *([v - u] if of_reference else []))
+            del v
         policy.add(u, *([u] if with_entropy else []), *compared)
+        del u, compared  # before the next block is made
     logsumexp, means = policy.logsumexp, [*policy.means, *other.means]
     nothing = torch.zeros_like(logsumexp)
     entropy = logsumexp - means[0] if with_entropy else nothing

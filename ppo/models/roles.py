@@ -1,5 +1,6 @@
 """Actor, critic and reference of a run, from its configuration."""
 
+import gc
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,6 +92,8 @@ def reset_critic(config: Config, mesh: Mesh, run_dir: Path, critic: Learner) -> 
         reshard(module)
         for parameter, new in zip(module.parameters(), fresh.parameters(), strict=True):
             parameter.copy_(new)
+    del fresh, parameter, new
+    gc.collect()  # a module that is built has references to itself
 
 
 def _build_ref(config: Config, mesh: Mesh, run_dir: Path, num_ids: int) -> nn.Module:

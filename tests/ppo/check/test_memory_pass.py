@@ -29,11 +29,13 @@ from ppo.config import (
     ModelConfig,
     load_config,
 )
+from ppo.logprobs import token_logprobs
 from ppo.logprobs.blocks import CPU_BLOCK_ELEMENTS, DEVICE_BLOCK_ELEMENTS
 from ppo.model_shapes import find_shape
 from sharding.adamw import EIGHT_BITS, NarrowAdamW
 from sharding.adamw.narrow import ELEMENTS_AT_ONCE
 from tests.distributed import run_distributed
+from tests.peak_memory import PeakTracker
 
 TOKENS = 1024
 CPU = torch.device("cpu")
@@ -272,6 +274,17 @@ def test_the_prediction_holds_where_two_ranks_share_a_row(folders):
     for results in run_distributed(measured_and_predicted, 2, folders, OF_TWO_RANKS):
         for case, peak in results:
             assert 0.85 < peak.predicted / peak.measured < 1.25, (case, peak)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_pass_without_gradients_holds_one_block_of_logits(with_entropy):
+    rows, vocab, width = 256, 16384, 64
+    hidden, weight = torch.randn(rows, width), torch.randn(vocab, width)
+    labels, block = torch.randint(0, vocab, (rows,)), 1 << 19
+    with PeakTracker(CPU) as tracker, torch.no_grad():
+        token_logprobs(hidden, weight, labels, with_entropy=with_entropy, block_elements=block)
+    per_element = tracker.peak_bytes / block  # of 8 blocks
+    assert per_element == pytest.approx(12 if with_entropy else 4, rel=0.05)
 
 
 @pytest.mark.parametrize("on_host", [False, True])

@@ -1,12 +1,16 @@
 """What each model of a run is built from, where it is another one than the actor's."""
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ppo.config import load_config
 from ppo.errors import InputError
+from ppo.models import roles
+from ppo.models.build import build_value_model
 from ppo.models.learner import Model
 from ppo.models.roles import Models, build_models, reset_critic
 from sharding.mesh import build_mesh, init_distributed
@@ -42,3 +46,18 @@ def test_what_is_overridden_of_the_actors_configuration_is_not_of_another_critic
         assert theta(built(tmp_path).critic) == 7.0  # of the actor's folder
         with pytest.raises(InputError, match=r"critic.model.path = .*64 tokens.*= 63.*another"):
             built(tmp_path, f"critic.model.path={short}")
+
+
+def test_a_critic_that_is_reset_leaves_no_second_one_behind(tmp_path, monkeypatch):
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(*args: Any, **keys: Any) -> Any:
+        module = build_value_model(*args, **keys)
+        made.append(weakref.ref(next(module.parameters())))
+        return module
+
+    monkeypatch.setattr(roles, "build_value_model", watched)
+    with init_distributed(CPU):
+        models = built(tmp_path)
+        assert models.critic is not None and len(made) == 2
+        assert made[1]() is None  # while the critic's own goes on
