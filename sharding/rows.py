@@ -59,6 +59,7 @@ class RowExchange:
             [int(held[indices].sum()) for indices in self._sent],
             group=self._group,
         )
+        del values, rows, parts, sent, received  # may be large; the rows are copied once more
         order = torch.cat(self._received)  # of the rows as they have come
         return _cat_in_order(result, owned[order].tolist(), order.argsort().tolist())
 

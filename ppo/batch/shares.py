@@ -140,11 +140,11 @@ def move(batch: RolloutBatch, owners: Tensor, mesh: Mesh) -> None:
     held = {name: x[was_response] for name, x in batch.per_token().items()}
     held |= {"response_mask": batch.response_mask[was_response], "tokens": batch.tokens}
     if batch.ref_hidden is not None:
-        held["ref_hidden"] = batch.ref_hidden
+        held["ref_hidden"], batch.ref_hidden = batch.ref_hidden, None
     batch.owners, batch.rows = owners, exchange.owned
-    for name, flat in held.items():
+    for name in [*held]:  # the largest, the states, are given up while they are sent
         size = batch.all.lengths if name == "tokens" else lengths
-        moved = exchange.move(flat if is_sender else flat[:0], size)
+        moved = exchange.move(held.pop(name)[: None if is_sender else 0], size)
         stays_flat = name in ("tokens", "ref_hidden")
         setattr(batch, name, moved if stays_flat else _padded(moved, batch.is_response))
     if batch.ref_hidden is not None and mesh.device.type == "cuda":

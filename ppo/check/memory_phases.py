@@ -41,7 +41,7 @@ TRAINER_CONTEXT = 1.6 * GIB
 ENGINE_CONTEXT = 3.0 * GIB
 COMMUNICATOR = 0.4 * GIB
 WHOLE_LAYERS = 2.7
-"""times a batch of whole layers: as it is, converted, and in one piece (the most that was measured)"""
+"""times a batch of whole layers: as it is, converted, in one piece (the most that was measured)"""
 HEADROOM = 0.06
 """Share of a device that no plan may count on: a card of 80 GB gives out about 79.4 GiB, torch's
 allocator loses some per cent to fragments, and NCCL takes buffers as its communicators come up."""
@@ -169,8 +169,24 @@ def host_bytes(plan: Plan) -> list[Item]:
             items.append(Item(f"{model.name} parameters, for the step", trained))
     for model in plan.models(trained=False) if plan.cuda else []:
         items.append(Item(f"{model.name} parameters", ranks * model.shard_params * model.compute))
+    items.append(Item("inputs of all layers", ranks * _offloaded_inputs(plan)))
     items += [_saved_copy(plan, model) for model in plan.models(trained=True)]
     return _drop(items)
+
+
+def _offloaded_inputs(plan: Plan) -> float:
+    """Of the model that has most of them. torch pins a power of two for each, and keeps it."""
+    options = plan.config.model
+    if not (plan.cuda and options.enable_activation_offload and options.policy == "full"):
+        return 0.0
+    sections = {"actor": plan.config.actor, "critic": plan.config.critic}
+    return max(
+        model.shape.num_layers * 2.0 ** math.ceil(math.log2(row * micro_tokens(plan, section)))
+        for name, section in sections.items()
+        if name in plan.config.models
+        for model in [plan.model(name)]
+        for row in [model.shape.hidden_size * model.compute]
+    )
 
 
 def _saved_copy(plan: Plan, model: ShardedModel) -> Item:

@@ -51,8 +51,13 @@ def take_apart(text: str, format_: ToolFormat, tools: Sequence[Mapping[str, Any]
         tools: schemas; without any nothing is a call. They give XML's values their types.
     """
     head, closed, rest = text.partition("</think>")
-    reasoning = head.rpartition("<think>")[2].strip() if closed else ""
-    said = rest.lstrip() if closed else text
+    before, opened, thought = head.rpartition("<think>")
+    if closed:
+        reasoning, said = thought.strip(), rest.lstrip()
+    elif opened:  # a turn that was cut in its thoughts
+        reasoning, said = thought.strip(), before.strip()
+    else:
+        reasoning, said = "", text
     if not tools:
         return Said(said, reasoning, [])
     left, found = FORMATS[format_](said, tools)

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import math
 import re
 import resource
 import subprocess
@@ -587,6 +588,18 @@ def test_the_plan_of_dynamic_sampling_says_how_its_rounds_go_on():
     assert "8 prompts x 4 responses = 32 sequences" in lines
     assert "whose acc differs, from rounds of 6 prompts, 10 rounds at most" in lines
     assert "generation: 12 sequences per engine, 8 at once" in lines
+
+
+def test_inputs_that_are_offloaded_are_in_the_hosts_list_a_power_of_two_each():
+    words = ("trainer.device=cuda", "model.enable_activation_offload=true")
+    made = plan(*words, "actor.ppo_max_token_len_per_gpu=100")
+    one = (
+        micro_tokens(made, made.config.actor) * made.actor.hidden_size * made.model("actor").compute
+    )
+    held = {each.name: each.bytes for each in host_bytes(made)}["inputs of all layers"]
+    power = held / made.actor.num_layers / made.dims.ranks_per_node
+    assert math.log2(power).is_integer() and one <= power < 2 * one
+    assert "inputs of all layers" not in {each.name for each in host_bytes(plan(words[0]))}
 
 
 @pytest.mark.parametrize(("vocab", "bucket"), [(64, 1), (64, 8), (20_000, 1)])

@@ -86,6 +86,15 @@ def test_calls_are_found(
     assert take_apart(text, format_).calls == []  # without tools nothing is a call
 
 
+@pytest.mark.parametrize("tools", [(), TOOLS])
+def test_a_turn_that_is_cut_in_its_thoughts_has_said_nothing_and_calls_nothing(tools) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    cut = take_apart(f"Well. <think>maybe 42 {call}", "hermes", tools)
+    assert cut == ("Well.", f"maybe 42 {call}", [])
+    ended = take_apart(f"<think>maybe</think>\n\n{call}", "hermes", TOOLS)
+    assert (ended.reasoning, ended.text, len(ended.calls)) == ("maybe", "", 1)
+
+
 @pytest.mark.parametrize(
     ("format_", "text"),
     [
@@ -135,7 +144,7 @@ def test_reasoning_is_taken_apart() -> None:
     assert (said.text, said.reasoning) == ("Yes.", "hm")
     said = take_apart("hm</think>Yes.", "hermes")  # the prompt ended with <think>
     assert (said.text, said.reasoning) == ("Yes.", "hm")
-    assert take_apart("<think>never done", "hermes").text == "<think>never done"
+    assert take_apart("<think>never done", "hermes") == ("", "never done", [])
 
 
 def test_every_shape_of_a_template_has_a_format() -> None:
