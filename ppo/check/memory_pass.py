@@ -22,6 +22,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGITS_BLOCK = {True: 1 << 26, False: 1 << 21}
 # The pieces of a step in sharding/adamw/ (a test compares), elements.
 STEP_ELEMENTS = 1 << 22
+# Of gradients on their way to an optimizer on the host (sharding/adamw/host.py; a test compares).
+PENDING_BYTES = 1 << 30
 MOMENT_BYTES = {**ITEM_BYTES, "8bit": 1 + 4 / 256}
 """of each of Adam's moments of a weight, scales included"""
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from ppo.check.memory_pass import (
     ITEM_BYTES,
     MOMENT_BYTES,
+    PENDING_BYTES,
     Item,
     Pass,
     ShardedModel,
@@ -167,6 +168,8 @@ def host_bytes(plan: Plan) -> list[Item]:
             items.append(Item(f"{model.name} gradients", trained))
         if fsdp.steps_on_host:
             items.append(Item(f"{model.name} parameters, for the step", trained))
+            way = min(2 * PENDING_BYTES, 2 * params * model.trained_bytes)  # in powers of two
+            items.append(Item(f"{model.name} gradients on their way", ranks * way))
     for model in plan.models(trained=False) if plan.cuda else []:
         items.append(Item(f"{model.name} parameters", ranks * model.shard_params * model.compute))
     items.append(Item("inputs of all layers", ranks * _offloaded_inputs(plan)))

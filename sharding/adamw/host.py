@@ -22,8 +22,9 @@ from sharding.adamw.narrow import NarrowAdamW, Part
 from sharding.host_memory import HostBlocks
 from sharding.offload import own_data
 
-MOST_PENDING = 64
-"""gradients on their way; then the backward pass waits for the thread"""
+PENDING_BYTES = 1 << 30
+"""of gradients that wait to be added to those of earlier micro-batches; then the backward pass
+waits for the thread"""
 
 
 class HostAdamW(NarrowAdamW):
@@ -40,7 +41,9 @@ class HostAdamW(NarrowAdamW):
         offload.offload_optimizer(self)  # so that state is made where it stays
         self._order = trained
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradients")
-        self._pending: deque[Future[None]] = deque()
+        self._pending: deque[tuple[Future[None], int]] = deque()
+        """with the bytes of host memory that each holds"""
+        self._pending_bytes = 0
         self._arrived: dict[Tensor, Tensor] = {}
         """gradients, complete when nothing is pending"""
         self._blocks, self._buffers = HostBlocks(), dict[Tensor, tuple[Tensor, Tensor]]()
@@ -59,8 +62,7 @@ class HostAdamW(NarrowAdamW):
 
     def gradients(self) -> list[Tensor]:
         """All of them, of this rank's shards, on the host. Waits until they are there."""
-        while self._pending:
-            self._pending.popleft().result()
+        self._await_pending(0)
         return [self._arrived[p] for p in self._order if p in self._arrived]
 
     def scale(self, most: float, norm: Tensor) -> None:
@@ -110,9 +112,17 @@ class HostAdamW(NarrowAdamW):
             host = buffer if is_first else torch.empty_like(buffer, pin_memory=pinned)
             sent, copied = host, self._copied(sent, host)
         target = self._arrived.setdefault(parameter, sent)
-        self._pending.append(self._thread.submit(_arrive, copied, sent, target))
-        while len(self._pending) > MOST_PENDING:
-            self._pending.popleft().result()
+        size = 0 if sent is target else sent.numel() * sent.element_size()
+        self._pending.append((self._thread.submit(_arrive, copied, sent, target), size))
+        self._pending_bytes += size
+        self._await_pending(PENDING_BYTES)
+
+    def _await_pending(self, most: int) -> None:
+        """Until at most so many bytes are on their way; 0: until nothing is."""
+        while self._pending and (self._pending_bytes > most or most == 0):
+            future, size = self._pending.popleft()
+            future.result()
+            self._pending_bytes -= size
 
     def _copied(self, gradient: Tensor, host: Tensor) -> torch.cuda.Event | None:
         """Copy a gradient, on CUDA beside what the current stream goes on with; when it is done."""

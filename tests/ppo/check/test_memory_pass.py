@@ -12,6 +12,7 @@ from ppo.check.memory_pass import (
     ITEM_BYTES,
     LOGITS_BLOCK,
     MOMENT_BYTES,
+    PENDING_BYTES,
     STEP_ELEMENTS,
     Item,
     Pass,
@@ -32,7 +33,7 @@ from ppo.config import (
 from ppo.logprobs import token_logprobs
 from ppo.logprobs.blocks import CPU_BLOCK_ELEMENTS, DEVICE_BLOCK_ELEMENTS
 from ppo.model_shapes import find_shape
-from sharding.adamw import EIGHT_BITS, NarrowAdamW
+from sharding.adamw import EIGHT_BITS, NarrowAdamW, host
 from sharding.adamw.narrow import ELEMENTS_AT_ONCE
 from tests.distributed import run_distributed
 from tests.peak_memory import PeakTracker
@@ -64,6 +65,7 @@ def test_the_plan_knows_the_largest_block_of_logits_and_the_pieces_of_a_step() -
     """It imports no torch, so it has the numbers of its own."""
     assert LOGITS_BLOCK == {True: DEVICE_BLOCK_ELEMENTS, False: CPU_BLOCK_ELEMENTS}
     assert STEP_ELEMENTS == ELEMENTS_AT_ONCE
+    assert PENDING_BYTES == host.PENDING_BYTES
 
 
 def _save(path: Path, **sizes: int) -> Path:

@@ -1,5 +1,6 @@
 """AdamW on the host does what torch's does on the device, wherever gradients arrive."""
 
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sharding.adamw import EIGHT_BITS, HostAdamW, NarrowAdamW
+from sharding.adamw import EIGHT_BITS, HostAdamW, NarrowAdamW, host
 from sharding.fsdp import gradient_norm
 from tests.fake_device import fake_device
 from tests.sharding.models import tiny_llama, token_loss, tokens_of
@@ -69,6 +70,26 @@ def test_an_update_that_is_left_out_leaves_nothing_behind() -> None:
     assert all(
         torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
     )
+
+
+def test_gradients_on_their_way_hold_no_more_than_so_many_bytes(monkeypatch) -> None:
+    model, held = tiny_llama(), []
+    largest = max(p.numel() * p.element_size() for p in model.parameters())
+    monkeypatch.setattr(host, "PENDING_BYTES", largest)
+    arrive = host._arrive
+
+    def slowly(copied: Any, sent: torch.Tensor, target: torch.Tensor) -> None:
+        held.append(mine._pending_bytes)
+        time.sleep(0.002)
+        arrive(copied, sent, target)
+
+    monkeypatch.setattr(host, "_arrive", slowly)
+    mine = HostAdamW(model, state_dtype=torch.float32, **OPTIONS)
+    for number in range(2):  # the first gradients are where they stay
+        token_loss(model, tokens_of(number)).backward()
+        assert mine._pending_bytes <= largest
+    assert mine.gradients() and mine._pending_bytes == 0
+    assert 0 < max(held) <= 2 * largest  # with the one that is just sent
 
 
 @pytest.mark.gpu
