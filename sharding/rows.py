@@ -46,9 +46,10 @@ class RowExchange:
         rows = values.split(held.tolist())
         parts = [rows[i] for indices in self._sent for i in indices.tolist()]
         out_sizes = [int(owned[indices].sum()) for indices in self._received]
-        result = values.new_empty(sum(out_sizes), *values.shape[1:])
         sent = torch.cat(parts) if parts else values[:0]
-        if values.dim() > 1:  # as bytes: gloo does not know every dtype
+        del values, rows, parts  # may be large: two copies at a time
+        result = sent.new_empty(sum(out_sizes), *sent.shape[1:])
+        if sent.dim() > 1:  # as bytes: gloo does not know every dtype
             sent, received = sent.view(torch.uint8), result.view(torch.uint8)
         else:
             received = result
@@ -59,7 +60,7 @@ class RowExchange:
             [int(held[indices].sum()) for indices in self._sent],
             group=self._group,
         )
-        del values, rows, parts, sent, received  # may be large; the rows are copied once more
+        del sent, received
         order = torch.cat(self._received)  # of the rows as they have come
         return _cat_in_order(result, owned[order].tolist(), order.argsort().tolist())
 

@@ -156,6 +156,8 @@ def host_bytes(plan: Plan) -> list[Item]:
     if config.actor.full_kl:
         ref = plan.reference
         states = rows * config.data.max_response_length * ref.shape.hidden_size * ref.compute
+        moves = config.critic_enabled or config.actor.ppo_epochs > 1  # to other ranks, copied
+        states *= 2 if moves else 1
         items.append(Item("ref last hidden states", ranks * states))
     for model in plan.models(trained=True):
         fsdp, params = model.fsdp, model.trained_params

@@ -1,10 +1,14 @@
 """Ragged rows moved between ranks: each arrives whole, in order, wherever it came from."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from sharding.mesh import ParallelDims, build_mesh
+from sharding.mesh import ParallelDims, build_mesh, init_distributed
 from sharding.rows import RowExchange
 from tests.distributed import run_distributed
 
@@ -49,3 +53,21 @@ def test_rows_arrive_whole_and_in_order_whoever_held_them():
     for sp in (1, 2):
         for right in run_distributed(move_through_all, 4, sp):
             assert right == [True] * 6, sp
+
+
+def test_rows_that_their_holder_gives_up_are_gone_before_they_are_received(monkeypatch):
+    alive, exchange_all = [], dist.all_to_all_single
+    rows = [torch.ones(6, 4)]
+    given = weakref.ref(rows[0])
+
+    def watched(*args: Any, **keys: Any) -> Any:
+        alive.append(given() is not None)
+        return exchange_all(*args, **keys)
+
+    with init_distributed(torch.device("cpu")):
+        mesh = build_mesh(ParallelDims(world_size=1, ranks_per_node=1), torch.device("cpu"))
+        nowhere = torch.zeros(2, dtype=torch.long)
+        exchange = RowExchange(nowhere, nowhere, mesh)
+        monkeypatch.setattr(dist, "all_to_all_single", watched)
+        moved = exchange.move(rows.pop(), torch.tensor([2, 4]))
+    assert torch.equal(moved, torch.ones(6, 4)) and alive == [False]

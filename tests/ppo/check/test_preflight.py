@@ -578,7 +578,14 @@ def test_a_kl_over_the_vocabulary_is_counted_where_it_is_held():
     assert after["log-probs"] - before["log-probs"] == 2 * states  # the ref's pass has twice them
     assert after["train critic"] == before["train critic"]
     of_host = {i.name: i.bytes for i in host_bytes(on)}["ref last hidden states"]
-    assert of_host == 1024 * 512 * 3584 * 2  # every response token of the batch, once
+    once = 1024 * 512 * 3584 * 2  # every response token of the batch
+    assert of_host == 2 * once  # while they move to where the critic's rows are
+    alone = plan(
+        *("actor.use_kl_loss=true", "actor.kl_loss_type=full", "algorithm.adv_estimator=grpo"),
+        *("rollout.n=2", "data.train_batch_size=512", "actor.ppo_mini_batch_size=512"),
+        model=model,
+    )
+    assert {i.name: i.bytes for i in host_bytes(alone)}["ref last hidden states"] == once
     assert "ref last hidden states" not in {item.name for item in host_bytes(off)}
 
 
