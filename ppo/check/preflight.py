@@ -64,10 +64,15 @@ def run_check(options: CommandLine) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     gib = smallest_gpu() if options.as_here and config.trainer.device != "cpu" else None
-    if gib is not None:
+    said = config.check.device_memory_gib
+    if gib is not None and not NOMINAL * said <= gib <= said:
         sys.stdout.write(f"device memory: {gib:g} GiB, of the smallest GPU that CUDA shows here\n")
         config = with_values(config, {"check.device_memory_gib": gib})
     return report(config, verbose=options.verbose, model_config=file)
+
+
+NOMINAL = 0.97
+"""a card of 80 GB shows 79.1 GiB: a configuration that says 80, and leaves HEADROOM, means it"""
 
 
 def smallest_gpu() -> float | None:

@@ -685,11 +685,12 @@ def test_a_check_for_this_machine_plans_for_its_smallest_gpu(monkeypatch, capsys
     as_said = plan(None)
     assert plan(None, *auto) == plan(Driver(), *auto) == plan(Driver(141)) == as_said
     assert plan(Driver(141), *auto, "trainer.device=cpu") == plan(None, "trainer.device=cpu")
-    found = plan(Driver(141, 79.5), *auto)
-    assert found.startswith("device memory: 79.5 GiB, of the smallest GPU that CUDA shows here\n")
-    assert "79.5 GiB there" in found and "79.5 GiB there" not in as_said
+    assert plan(Driver(141, 79.1), *auto) == as_said  # a card of 80 GB
+    found = plan(Driver(141, 77.5), *auto)
+    assert found.startswith("device memory: 77.5 GiB, of the smallest GPU that CUDA shows here\n")
+    assert "77.5 GiB there" in found and "77.5 GiB there" not in as_said
     for said in (["check.device_memory_gib=90"], ["--device_memory_gib", "90"]):  # wins
-        assert "90 GiB there" in plan(Driver(141, 79.5), *auto, *said)
+        assert "90 GiB there" in plan(Driver(141, 77.5), *auto, *said)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(2))
     assert run_check(parse_args([*base, *auto])) == 2
     assert "check.device_memory_gib" in capsys.readouterr().err
