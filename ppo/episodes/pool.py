@@ -29,6 +29,8 @@ from ppo.episodes.program import check_program
 from ppo.episodes.running import Running
 from ppo.episodes.transcript import BadEvent
 
+KEY = "rollout.episode: "
+
 
 class EpisodePool:
     """Runs episodes in `num_workers` processes that import no torch.
@@ -259,7 +261,7 @@ class EpisodePool:
     def broken(self, problem: str) -> None:
         """See `Listener`."""
         with self._changed:
-            self._error = f"rollout.episode: {problem}"
+            self._error = f"{KEY}{problem.removeprefix(KEY)}"
             self._changed.notify_all()
 
     def asked(self, running: Running, request: TurnRequest) -> None:

@@ -29,10 +29,11 @@ def check_program(program: EpisodeProgram) -> None:
     if isinstance(found, ast.FunctionDef):
         raise EpisodeError(f"{where} must be `async def {program.name}(row, policy)`")
     if isinstance(found, ast.AsyncFunctionDef):
-        given, options = found.args.args, len(found.args.defaults)
-        if not len(given) - options <= 2 <= len(given) and found.args.vararg is None:
-            names = ", ".join(arg.arg for arg in given)
-            raise EpisodeError(f"{where}({names}) must take (row, policy)")
+        given = [*found.args.posonlyargs, *found.args.args]
+        needed = len(given) - len(found.args.defaults)
+        is_enough = len(given) >= 2 or found.args.vararg is not None
+        if needed > 2 or not is_enough or None in found.args.kw_defaults:
+            raise EpisodeError(f"{where}({ast.unparse(found.args)}) must take (row, policy)")
     if isinstance(found, ast.ClassDef):
         _check_class(found, where)
 

@@ -249,6 +249,8 @@ class Transcript:
 def replay(transcript: Transcript, tape: Sequence[TapeEvent]) -> Iterator[list[TurnRequest]]:
     """Feed a tape: turns to sample, until it waits for a reply that has not come; then go on.
 
+    A turn that its code has given up, or left behind, has no reply there: nobody waits for it.
+
     Raises BadEvent: the tape is not of this episode (other limits, another policy that said more).
     """
     asked: list[TurnRequest] = []
@@ -260,7 +262,7 @@ def replay(transcript: Transcript, tape: Sequence[TapeEvent]) -> Iterator[list[T
         while {"op": "reply", "s": event["s"], "turn": event["turn"]} not in transcript.tape:
             yield asked
             asked = []
-    if asked or transcript.ending is None:
+    if transcript.ending is None:
         raise BadEvent("the tape ends before its episode")
 
 

@@ -128,14 +128,15 @@ class Worker:
                 value = await self._stepped(self._episode(spec.row, policy), spec.number)
             score, extra = read_score(value)
             ending = {"score": shared.score if score is None else score, "extra": extra}
-        except EpisodeOver as over:
-            shared.finish = over.finish
-            ending = {"score": shared.score}
         except BaseException as error:  # of the user's code: anything, cancelling itself too
             late = isinstance(error, TimeoutError) and limit.expired()
             self._num_late += late
-            reason = f"no end after {self._limits.timeout_s:g} s" if late else _format(error)
-            ending = {"failed": "timeout" if late else "error", "reason": reason}
+            if (over := _limit_in(error)) is not None:
+                shared.finish = over.finish
+                ending = {"score": shared.score}
+            else:
+                reason = f"no end after {self._limits.timeout_s:g} s" if late else _format(error)
+                ending = {"failed": "timeout" if late else "error", "reason": reason}
         ending |= {"finish": shared.finish, "messages": policy.messages}
         try:
             link.tell("end", 0, **ending)
@@ -198,6 +199,15 @@ class _Link:
         if self.is_closed:
             raise EpisodeOver("done")
         return await self._worker.sample(self._episode, segment, max_tokens, stop)
+
+
+def _limit_in(error: BaseException) -> EpisodeOver | None:
+    """The limit that has been reached, where it is all that was raised: by an asyncio.TaskGroup it
+    comes in a group."""
+    if isinstance(error, BaseExceptionGroup):
+        limits = [_limit_in(each) for each in error.exceptions]
+        return limits[0] if all(limits) else None
+    return error if isinstance(error, EpisodeOver) else None
 
 
 def _format(error: BaseException) -> str:

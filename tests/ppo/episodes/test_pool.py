@@ -10,6 +10,7 @@ import pytest
 
 from ppo.episodes.contract import EpisodeError, EpisodeProgram, EpisodeResult, TurnRequest
 from ppo.episodes.pool import EpisodePool
+from ppo.episodes.program import check_program
 from tests.ppo.episodes.scripted import (
     END,
     LIMITS,
@@ -141,6 +142,18 @@ async def branches(row, policy):
     try: goes_on.branch().reward(1)
     except ValueError as error: assert "no sampled token" in str(error)
     return 3
+
+async def at_once(row, policy):
+    policy.score = 0.75
+    await policy.chat()
+    left, right = policy.branch(), policy.branch()
+    while True:
+        asked = [each.chat("On.") for each in (left, right)]
+        if row.get("in_group", True):
+            async with asyncio.TaskGroup() as group:
+                for each in asked: group.create_task(each)
+        else:
+            await asyncio.gather(*asked)
 
 async def shared(row, policy):
     await policy.chat("a")
@@ -522,18 +535,25 @@ def arrays(result: EpisodeResult) -> list[list[float]]:
 def test_a_tape_gives_the_same_tokens_without_the_code(pool: EpisodePool) -> None:
     said = {0: [call("adds", a=2), bad("raise"), "1"]}
     specs = [spec(0), spec(1, kind="branches"), spec(2, kind="two_rewards")]
+    # a limit that one conversation reaches while another has asked for a turn
+    specs += [spec(3 + i, kind="at_once", in_group=bool(i)) for i in range(2)]
 
     def script(request: TurnRequest) -> str:
-        return said.get(request.episode, ["hello"] * 3)[request.turn]
+        return said.get(request.episode, ["hello"] * 8)[request.turn]
 
     asked: list[TurnRequest] = []
     live = play(pool, specs, script, seen=asked)
+    for number in (3, 4):
+        ended = live[number]
+        assert (ended.finish, ended.score, ended.failed) == ("max_turns", 0.75, None), ended.reason
+    left_behind = [(3, 1, 3), (4, 1, 3)]
+    assert live[3].tape[-2]["op"] == "sample"
     program = EpisodeProgram("/nowhere.py")
     with EpisodePool(program, format_of("Qwen2.5"), LIMITS, num_workers=0) as replays:
         taped = [each._replace(tape=live[each.number].tape, row={}) for each in specs]
         asked_again: list[TurnRequest] = []
         again = play(replays, taped, script, seen=asked_again)
-        assert sorted(asked_again) == sorted(asked)
+        assert sorted(asked_again) == sorted(r for r in asked if r[:3] not in left_behind)
         for number, result in live.items():
             other = again[number]
             assert arrays(result) == arrays(other)
@@ -557,6 +577,11 @@ def test_a_file_that_cannot_be_had_is_said_at_the_start(tmp_path: Path) -> None:
     assert "defines no 'episode'; it has other" in opened("def other(): pass")
     assert "must be `async def episode(row, policy)`" in opened("def episode(row, policy): pass")
     assert "episode(row) must take (row, policy)" in opened("async def episode(row): pass")
+    named = "async def episode(row, policy, *, tool): pass"
+    assert "episode(row, policy, *, tool) must take (row, policy)" in opened(named)
+    by_place = "async def episode(row, policy, /, *, tool=3): pass"
+    (tmp_path / "mine.py").write_text(by_place)
+    check_program(EpisodeProgram(str(tmp_path / "mine.py")))
     assert "Game has no method reset" in opened("class Game:\n    pass", "Game")
     level = "class Game:\n    def __init__(self, level): pass\n    def reset(self): pass"
     assert "Game.__init__ needs level: an environment is made without" in opened(level, "Game")
@@ -564,4 +589,5 @@ def test_a_file_that_cannot_be_had_is_said_at_the_start(tmp_path: Path) -> None:
     assert "no such module_of_nobody" in opened(
         "raise RuntimeError('no such module_of_nobody')\nasync def episode(row, policy): pass"
     )
-    assert "it is int" in opened("episode = 3")
+    found = opened("episode = 3")
+    assert "it is int" in found and found.count("rollout.episode") == 1
