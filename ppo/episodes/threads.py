@@ -35,6 +35,12 @@ async def within(timeout_s: float, awaited: Awaitable[Any]) -> Any:
         raise
 
 
+def as_error(raised: BaseException) -> Exception:
+    """What code has raised, as an Exception that a future can hold."""
+    is_one = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+    return raised if is_one else RuntimeError(repr(raised))
+
+
 class EpisodeThread:
     """Starts with the first call. One that takes too long keeps it, and the next begins another.
 
@@ -92,9 +98,7 @@ class EpisodeThread:
             with ended_in_children():
                 value = function()
         except BaseException as raised:  # SystemExit too: it is the tool that wants to end
-            error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
-            if isinstance(error, StopIteration):  # a future cannot hold it
-                error = RuntimeError(repr(raised))
+            error = as_error(raised)
         loop.call_soon_threadsafe(self._deliver, future, value, error)
 
     def _deliver(

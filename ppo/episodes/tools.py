@@ -4,13 +4,14 @@ Owns the call, and text out of whatever a tool returns. A tool may raise, hang, 
 anything: the model is told, and nothing else happens. Must not know conversations or tokens.
 """
 
+import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ppo.episodes.schemas import schema_of
-from ppo.episodes.threads import EpisodeThread, TooSlow, within
+from ppo.episodes.threads import EpisodeThread, TooSlow, as_error, within
 from ppo.episodes.tool_calls import ToolCall
 
 Status = Literal["ok", "error", "timeout", "parse_error"]
@@ -81,11 +82,11 @@ async def answer(
     function, arguments = tool.call, call.arguments
     try:
         if inspect.iscoroutinefunction(function):
-            value = await within(timeout_s, function(**arguments))
+            value = await _awaited(function(**arguments), timeout_s)
         else:
             value = await thread.run(lambda: function(**arguments), timeout_s)
             if inspect.isawaitable(value):
-                value = await within(timeout_s, value)
+                value = await _awaited(value, timeout_s)
         text, reward = read(value)
         return Answer(text, "ok", reward)
     except TooSlow:
@@ -94,6 +95,18 @@ async def answer(
         return Answer(
             as_text(f"Error: {str(error) or type(error).__name__}")[:ERROR_CHARS], "error"
         )
+
+
+async def _awaited(value: Awaitable[Any], timeout_s: float) -> Any:
+    """What comes of a tool that is awaited. One that wants to end, or cancels itself, has an error
+    as in a thread; it is cancelled where its episode's code is."""
+    try:
+        return await within(timeout_s, value)
+    except (SystemExit, asyncio.CancelledError) as raised:
+        task = asyncio.current_task()
+        if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise as_error(raised) from raised
 
 
 def said_by(value: Any) -> str:

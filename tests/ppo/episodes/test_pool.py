@@ -65,8 +65,15 @@ def does(what: str):
         case "modules": return str("torch" in sys.modules)
     return "done"
 
-async def waits():
-    '''Waits for ever.'''
+async def waits(what: str = ""):
+    '''Waits for ever.
+
+    Args:
+        what: exit, or cancel, instead
+    '''
+    match what:
+        case "exit": sys.exit(3)
+        case "cancel": raise asyncio.CancelledError
     await asyncio.sleep(600)
 
 async def tools(row, policy):
@@ -236,13 +243,16 @@ def test_whatever_a_tool_does_the_model_is_told_and_other_episodes_go_on(
         17: [bad("parts"), "1"],
         18: [bad("image"), "1"],
         19: [bad("list"), "1"],
+        20: [call("waits", what="exit"), "1"],
+        21: [call("waits", what="cancel"), "1"],
     }
     results = play(pool, [spec(number) for number in said], tool_script(said))
     assert log.stat().st_size > 10_000_000  # what was printed
     texts = {number: told(result) for number, result in results.items() if number != 13}
     assert texts[0] == "5" and texts[14] == "3"
     assert "no such thing" in texts[1]
-    assert "SystemExit" in texts[2]
+    assert "SystemExit" in texts[2] and "SystemExit" in texts[20]
+    assert texts[21] == "Error: CancelledError()"
     assert texts[3] == "printed" and texts[4] == "café \ufffd" and texts[5] == "half \\ud800"
     assert texts[6] == "parent"  # the child has ended where the tool returned
     assert texts[7] == "{'set': {1}}"
@@ -262,8 +272,8 @@ def test_whatever_a_tool_does_the_model_is_told_and_other_episodes_go_on(
     # 10 MB do not fit: the episode ended before they were appended
     assert results[13].finish == "length" and results[13].counts["observation_tokens"] == 0
     counts = {name: sum(r.counts[name] for r in results.values()) for name in results[0].counts}
-    assert counts["tool_calls"] == 21 and counts["turns"] == 39
-    assert counts["parse_error"] == 3 and counts["tool_error"] == 6
+    assert counts["tool_calls"] == 23 and counts["turns"] == 43
+    assert counts["parse_error"] == 3 and counts["tool_error"] == 8
     assert counts["tool_timeout"] == counts["env_error"] == 0
 
 
@@ -543,21 +553,24 @@ def test_a_tape_gives_the_same_tokens_without_the_code(pool: EpisodePool) -> Non
 
     asked: list[TurnRequest] = []
     live = play(pool, specs, script, seen=asked)
-    for number in (3, 4):
-        ended = live[number]
-        assert (ended.finish, ended.score, ended.failed) == ("max_turns", 0.75, None), ended.reason
-    left_behind = [(3, 1, 3), (4, 1, 3)]
-    assert live[3].tape[-2]["op"] == "sample"
+    behind = {number: live.pop(number) for number in (3, 4)}
     program = EpisodeProgram("/nowhere.py")
     with EpisodePool(program, format_of("Qwen2.5"), LIMITS, num_workers=0) as replays:
-        taped = [each._replace(tape=live[each.number].tape, row={}) for each in specs]
+        taped = [each._replace(tape=live[each.number].tape, row={}) for each in specs[:3]]
         asked_again: list[TurnRequest] = []
         again = play(replays, taped, script, seen=asked_again)
-        assert sorted(asked_again) == sorted(r for r in asked if r[:3] not in left_behind)
+        assert sorted(asked_again) == sorted(r for r in asked if r.episode in live)
         for number, result in live.items():
             other = again[number]
             assert arrays(result) == arrays(other)
             assert result._replace(segments=[]) == other._replace(segments=[])
+        # a turn that had not come when its episode ended is not waited for
+        late = {"op": "reply", "s": 1, "turn": 3}
+        tapes = {number: [e for e in one.tape if e != late] for number, one in behind.items()}
+        unheard = [spec(number)._replace(tape=tape) for number, tape in tapes.items()]
+        for results in (behind, play(replays, unheard, script)):
+            ended = {(r.finish, r.score, r.failed, r.reason) for r in results.values()}
+            assert ended == {("max_turns", 0.75, None, "")}
         # another policy, which needs another observation, is not answered with the old one
         odd = play(replays, taped[:1], lambda request: "x" * 990)[0]
         assert odd.failed == "error" and "the tape does not fit" in odd.reason
