@@ -37,8 +37,9 @@ async def within(timeout_s: float, awaited: Awaitable[Any]) -> Any:
 
 def as_error(raised: BaseException) -> Exception:
     """What code has raised, as an Exception that a future can hold."""
-    is_one = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-    return raised if is_one else RuntimeError(repr(raised))
+    if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
+        return raised
+    return RuntimeError(repr(raised))
 
 
 class EpisodeThread:
