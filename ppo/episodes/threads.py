@@ -5,12 +5,17 @@ of Playwright) is made and used in the same one. Must not know tools or conversa
 """
 
 import asyncio
+import resource
 import threading
 from collections.abc import Awaitable, Callable
+from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
 from ppo.rewards.forks import ended_in_children
+
+UNLIMITED_STACK = 2 << 20
+"""bytes of a thread's stack where the process has no limit of it (glibc)"""
 
 
 class TooSlow(Exception):
@@ -80,6 +85,7 @@ class EpisodeThread:
     def _put(self, call: Callable[[], None]) -> None:
         if self._calls is None:
             self._calls = SimpleQueue()
+            _make_room()
             threading.Thread(target=_serve, args=(self._calls,), daemon=True).start()
         self._calls.put(call)
 
@@ -111,6 +117,25 @@ class EpisodeThread:
             future.set_result(value)
         else:
             future.set_exception(error)
+
+
+def _make_room() -> None:
+    """For the stack of one more thread: all of it counts as memory that the process has, though
+    hardly any is used, and a thousand of them would leave none to the user's code."""
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    stack = UNLIMITED_STACK if stack == resource.RLIM_INFINITY else stack
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    if _memory_limit() == resource.RLIM_INFINITY:
+        return
+    wanted = _memory_limit() + stack * (threading.active_count() + 1)
+    limit = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+
+
+@cache
+def _memory_limit() -> int:
+    """That of the process before it had threads of episodes."""
+    return resource.getrlimit(resource.RLIMIT_DATA)[0]
 
 
 def _serve(calls: "SimpleQueue[Callable[[], None] | None]") -> None:
