@@ -145,7 +145,7 @@ class Policy:
         Raises:
             EpisodeOver: a limit is reached; nothing is said then.
             ValueError: a message that the chat template refuses, tools that are not those shown, a
-                turn of the policy among the messages, or one that is waited for.
+                turn of the policy among the messages, or one that is waited for, no max_tokens.
         """
         said = [self._fitting(message) for message in _flat(messages)]
         if self._turn is not None and any(message["role"] == "assistant" for message in said):
@@ -153,7 +153,7 @@ class Policy:
                 "policy.chat: this conversation has the policy's turns already: pass what is new "
                 "alone; policy.branch(messages) begins one with turns of your own"
             )
-        self._take_turn()
+        self._take_turn(max_tokens)
         if tools is not None:
             self._show(list(tools))
         schemas = [tool.schema for tool in self._tools] or None
@@ -172,7 +172,7 @@ class Policy:
         max_tokens: int | None = None,
     ) -> Reply:
         """Have the policy go on behind a text or ids, which are appended as they are."""
-        self._take_turn()
+        self._take_turn(max_tokens)
         if self._turn is None:
             self._begin(self._beginning, [tool.schema for tool in self._tools] or None)
         ids = (
@@ -267,8 +267,11 @@ class Policy:
                 "for: policy.branch() first, then ask both"
             )
 
-    def _take_turn(self) -> None:
+    def _take_turn(self, max_tokens: int | None) -> None:
+        """Whether there is one, before anything is said."""
         self._check_rests()
+        if max_tokens is not None and index(max_tokens) < 1:
+            raise ValueError(f"max_tokens = {max_tokens}: must be at least 1")
         if self.turns_left <= 0:
             raise EpisodeOver("max_turns")
         if self.tokens_left <= 0:
@@ -312,8 +315,6 @@ class Policy:
         self, stop: Sequence[str] | str, max_tokens: int | None, *, goes_on: bool = False
     ) -> Reply:
         most = self.tokens_left if max_tokens is None else min(self.tokens_left, index(max_tokens))
-        if most < 1:
-            raise ValueError(f"max_tokens = {max_tokens}: must be at least 1")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         self._shared.turns += 1
         self._waits = True  # for ever where its code gives up: the engine has that turn

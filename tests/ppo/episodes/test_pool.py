@@ -164,7 +164,11 @@ async def at_once(row, policy):
 
 async def shared(row, policy):
     await policy.chat("a")
-    before = policy.messages
+    before, left = policy.messages, policy.tokens_left
+    for asking in (policy.chat("b", max_tokens=0), policy.complete("b", max_tokens=-1)):
+        try: await asking
+        except ValueError as error: assert "at least 1" in str(error)
+    assert (policy.messages, policy.tokens_left) == (before, left)
     await policy.branch().complete(" more")
     assert policy.messages == before
     return 1.0
