@@ -42,12 +42,18 @@ class RowExchange:
             values: host tensor, the rows that this rank holds, cut along its first dim.
             lengths: [B] of each row.
         """
+        return self.take([values], lengths)
+
+    def take(self, given: list[Tensor], lengths: Tensor) -> Tensor:
+        """`move` of the one tensor of a list, which is empty when the rows are received: for what
+        is large, and held by nobody else."""
+        values = given.pop()
         held, owned = lengths[self._held], lengths[self.owned]
         rows = values.split(held.tolist())
         parts = [rows[i] for indices in self._sent for i in indices.tolist()]
         out_sizes = [int(owned[indices].sum()) for indices in self._received]
         sent = torch.cat(parts) if parts else values[:0]
-        del values, rows, parts  # may be large: two copies at a time
+        del values, rows, parts  # two copies at a time
         result = sent.new_empty(sum(out_sizes), *sent.shape[1:])
         if sent.dim() > 1:  # as bytes: gloo does not know every dtype
             sent, received = sent.view(torch.uint8), result.view(torch.uint8)

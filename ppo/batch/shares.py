@@ -144,7 +144,8 @@ def move(batch: RolloutBatch, owners: Tensor, mesh: Mesh) -> None:
     batch.owners, batch.rows = owners, exchange.owned
     for name in [*held]:  # the largest, the states, are given up while they are sent
         size = batch.all.lengths if name == "tokens" else lengths
-        moved = exchange.move(held.pop(name)[: None if is_sender else 0], size)
+        given = [held.pop(name)[: None if is_sender else 0]]
+        moved = exchange.take(given, size)
         stays_flat = name in ("tokens", "ref_hidden")
         setattr(batch, name, moved if stays_flat else _padded(moved, batch.is_response))
     if batch.ref_hidden is not None and mesh.device.type == "cuda":

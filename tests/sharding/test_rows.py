@@ -69,5 +69,5 @@ def test_rows_that_their_holder_gives_up_are_gone_before_they_are_received(monke
         nowhere = torch.zeros(2, dtype=torch.long)
         exchange = RowExchange(nowhere, nowhere, mesh)
         monkeypatch.setattr(dist, "all_to_all_single", watched)
-        moved = exchange.move(rows.pop(), torch.tensor([2, 4]))
+        moved = exchange.take(rows, torch.tensor([2, 4]))
     assert torch.equal(moved, torch.ones(6, 4)) and alive == [False]
