@@ -263,8 +263,8 @@ class Policy:
     def _check_rests(self) -> None:
         if self._waits:
             raise ValueError(
-                "this conversation waits for a turn already, or has given one up that it waited "
-                "for: policy.branch() first, then ask both"
+                "this conversation waits for a turn already: policy.branch() first, then ask both; "
+                "behind one that was given up policy.branch(messages) begins another"
             )
 
     def _take_turn(self, max_tokens: int | None) -> None:
